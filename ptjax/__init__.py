@@ -1,0 +1,1 @@
+"""ptjax: post-training of language models in JAX, from open weights to a gated, better model."""

@@ -1,0 +1,64 @@
+"""What each kind of stage minimises, assembled from the loss tables into the one form that `update` takes.
+
+An objective is `(logp_BT, entropy_BT, batch) -> (sum, weight, {metric: (sum, weight)})`. Names are looked up here, once,
+before anything is compiled; the compiled step never sees them.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from ptjax.learn import losses, off_policy, policy_losses
+from ptjax.learn.update import Objective
+
+
+def supervised() -> Objective:
+  """Negative log-likelihood of the trained tokens; every token counts the same."""
+
+  def objective(logp_BT, entropy_BT, batch):
+    total, weight = losses.nll(logp_BT, batch.mask_BT)
+    return total, weight, dict(entropy=(losses.masked(entropy_BT, batch.mask_BT).sum(), weight))
+
+  return objective
+
+
+def preference(settings: Mapping) -> Objective:
+  """The preference loss `settings['loss']` over chosen/rejected branches, with the reference's log-probs in the batch."""
+  loss = losses.bind(losses.PREFERENCE_LOSSES, settings['loss'], settings, what='preference loss')
+  branches, beta = settings['branches'], settings['beta']
+
+  def objective(logp_BT, entropy_BT, batch):
+    del entropy_BT
+    pairs = losses.pairs(logp_BT, batch.ref_logp_BT, batch.mask_BT, batch.branch_BT, max_branches=branches)
+    total, weight = loss(pairs)
+    return total, weight, losses.preference_metrics(pairs, beta=beta)
+
+  return objective
+
+
+def policy(settings: Mapping) -> Objective:
+  """Policy loss plus KL to the reference, under the aggregation `settings` names.
+
+  batch.behavior_logp_BT is the sampler's log-prob of the drawn token. On the first update of a step the learner is the
+  behavior policy, so the ratio differs from 1 by the sampler/trainer difference alone; that difference is reported.
+  """
+  settings = dict(settings, eps_low=settings['clip_low'], eps_high=settings['clip_high'],
+                  max_branches=settings['branches'], norm_tokens=settings['max_tokens'])
+  loss = losses.bind(policy_losses.POLICY_LOSSES, settings['policy_loss'], settings, what='policy loss')
+  aggregate = losses.bind(policy_losses.AGGREGATIONS, settings['aggregation'], settings, what='aggregation')
+  kl = losses.bind(policy_losses.KL_ESTIMATORS, settings['kl'], settings, what='KL estimator')
+
+  def objective(logp_BT, entropy_BT, batch):
+    mask_BT, behavior_BT = batch.mask_BT, batch.behavior_logp_BT
+    loss_BT, metrics = loss(logp_BT, behavior_BT, batch.advantage_BT, mask_BT, batch.branch_BT)
+    kl_BT = kl(logp_BT, batch.ref_logp_BT, behavior_BT, mask_BT)
+    total, weight = aggregate(loss_BT + settings['kl_coef'] * kl_BT, mask_BT, batch.branch_BT)
+    tokens = mask_BT.sum(dtype=jnp.float32)
+    gap_BT = jax.lax.stop_gradient(jnp.abs(losses.masked(logp_BT, mask_BT) - losses.masked(behavior_BT, mask_BT)))
+    k1_BT = policy_losses.kl_k1(logp_BT, batch.ref_logp_BT, mask_BT)
+    return total, weight, dict(
+        metrics, kl=(k1_BT.sum(), tokens), entropy=(losses.masked(entropy_BT, mask_BT).sum(), tokens),
+        logp_diff_mean=(gap_BT.sum(), tokens), logp_diff_max=(gap_BT.max(), jnp.ones(())))
+
+  return objective

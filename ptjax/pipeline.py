@@ -1,0 +1,247 @@
+"""Runs stages in order from open weights: train, evaluate on held-out tasks, compare with the parent, promote or block.
+
+What a manifest shows as done is skipped, so the same command goes on wherever it was stopped. A stage that falls behind
+its parent by more than noise is blocked: its checkpoint stays, no later stage starts from it, and the run ends there.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import functools
+import itertools
+import os
+from typing import Any
+
+from absl import logging
+import jax
+
+from ptjax import types
+from ptjax.evals import gates, report, suites
+from ptjax.learn import supervised
+from ptjax.models import adapters
+from ptjax.rl import loop, rollout
+from ptjax.runtime import checkpoint, devices, lineage, metrics
+from ptjax.runtime.stage import Stage
+from ptjax.sample.engine import Engine, SamplerLimits
+from ptjax.tasks import jsonl, procedural
+from ptjax.verify.base import VerifierPool
+from ptjax.weights import load as model_weights
+
+# stage name -> (config, parts, plain state, stage on disk) -> plain state
+STAGES = {'sft': supervised.sft, 'dpo': supervised.dpo, 'rl': loop.run}
+
+# The config fields that decide what a stage comes to, beside those of the stages before it. A change elsewhere leaves a
+# finished stage valid.
+_FIELDS = {
+    'base': ('seed', 'model.source', 'model.param_dtype', 'model.compute_dtype', 'tasks', 'eval'),
+    'sft': ('sft',),
+    'dpo': ('dpo', 'rl.max_tokens'),
+    'rl': ('rl', 'curriculum'),
+}
+
+
+class GateBlocked(RuntimeError):
+  """A stage fell behind its parent by more than noise and was not promoted."""
+
+
+@dataclasses.dataclass
+class Parts:
+  """What stages share: the mesh, the model's shape and text side, the sampler, the verifiers and the tasks."""
+
+  mesh: Any
+  model_config: Any
+  tokenizer: Any
+  engine: Engine
+  verifiers: VerifierPool
+  train_tasks: dict[str, dict[int, list[types.Task]]]  # domain -> level -> tasks
+  weights: dict[str, float]  # relative share by domain
+  heldout_tasks: list[types.Task]
+
+
+def run(config, workdir: str, stages: Sequence[str], *, interrupt: devices.Interrupt,
+        overrides: Sequence[str] = ()) -> None:
+  """Runs `base` (the source as it comes, evaluated) and then `stages`; writes the report after each.
+
+  Raises:
+    Stopped: a signal came; what is done is saved.
+    GateBlocked: a stage fell behind its parent; nothing after it ran.
+  """
+  parts, source = build(config)
+  done = []
+  with parts.verifiers:
+    for name in ('base', *stages):
+      manifest = _begin(config, workdir, name, done, overrides)
+      if manifest is None:
+        logging.info('stage %s is done: skipped', name)
+      else:
+        stage = Stage(name, workdir, **config.checkpoint, interrupt=interrupt)
+        plain = restore(workdir, parts.mesh, parts.model_config, source, done)
+        if name != 'base':
+          plain = STAGES[name](config, parts, plain, stage)
+        _finish(config, workdir, parts, plain, stage, manifest, parent=done[-1] if done else None)
+      done.append(name)
+      if devices.is_main():
+        show(workdir, done)
+      _check_gate(config, workdir, name)
+
+
+def build(config, *, tasks: bool = True) -> tuple[Parts, Any]:
+  """The parts of a run and the plain state of its model source."""
+  mesh = devices.make_mesh(**config.mesh)
+  model = load_model(config, mesh)
+  limits = SamplerLimits(**config.sampler)
+  train, heldout = load_tasks(config) if tasks else ({}, [])
+  verifiers = VerifierPool(min_isolation=config.sandbox.min_isolation, workers=config.sandbox.workers)
+  weights = dict(zip(train, config.tasks.weights or (1.0,) * len(train)))
+  parts = Parts(mesh, model.config, model.tokenizer, Engine(model.config, limits), verifiers, train, weights, heldout)
+  return parts, model.params
+
+
+def load_model(config, mesh):
+  """The model source, laid over the mesh."""
+  m = config.model
+  return model_weights.load(m.source, place=functools.partial(devices.put_global, mesh),
+                            cache_dir=m.cache_dir, seed=config.seed, param_dtype=m.param_dtype, compute_dtype=m.compute_dtype, remat=m.remat)
+
+
+def load_tasks(config):
+  """(training tasks by domain and level, held-out tasks), disjoint."""
+  t = config.tasks
+  if t.path:
+    train, heldout = jsonl.tasks(t.path), jsonl.tasks(t.heldout_path)
+    shared = {task.id for task in train} & {task.id for task in heldout}
+    if shared:
+      raise ValueError(f'{len(shared)} tasks stand in both {t.path} and {t.heldout_path}, e.g. {sorted(shared)[0]!r}; '
+                       'fix: take them out of one')
+    return jsonl.by_domain(train), heldout
+  make = functools.partial(procedural.make, seed=config.seed)
+  train = {domain: {level: make(domain, split='train', count=t.train_per_domain, level=level) for level in t.levels}
+           for domain in t.domains}
+  heldout = [task for domain in t.domains
+             for task in make(domain, split='heldout', count=config.eval.tasks_per_domain, level=min(t.levels))]
+  return train, heldout
+
+
+def restore(workdir: str, mesh, model_config, plain, stages: Sequence[str]):
+  """The plain state after the finished `stages`: `plain` with each stage's trained parameters put in or merged."""
+  for name in stages:
+    if name == 'base':
+      continue
+    manifest = lineage.read(workdir, name)
+    settings = manifest.config[name]  # what the stage ran with, whatever today's config says
+    graphdef, params, frozen = adapters.split(
+        model_config, plain, rank=settings['lora_rank'], alpha=settings['lora_alpha'], seed=manifest.seed)
+    params = jax.device_put(params, devices.shardings_of(mesh, params))
+    trained, _, _ = checkpoint.load(os.path.join(workdir, name, 'checkpoints'), {'params': params})
+    plain = jax.jit(adapters.merge, static_argnums=0)(graphdef, trained['params'], frozen)
+  return plain
+
+
+def finished_stages(config, workdir: str) -> list[str]:
+  """The stages whose model a small job uses, in order: up to config.model.stage, or all that finished and passed.
+
+  Raises:
+    ValueError: the stage asked for has not finished in this workdir, or was trained from another source.
+  """
+  wanted, done = config.model.stage, []
+  for manifest in lineage.chain(workdir) if workdir and wanted != 'base' else ():
+    passed = manifest.gate is None or manifest.gate['passed'] or not config.gate.enabled
+    if manifest.finished is None or not (passed or manifest.stage == wanted):
+      break
+    if manifest.config['model.source'] != config.model.source:
+      raise ValueError(f"{workdir} was trained from {manifest.config['model.source']!r}, not {config.model.source!r}; "
+                       f"fix: --config.model.source={manifest.config['model.source']}")
+    done.append(manifest.stage)
+    if manifest.stage == wanted:
+      break
+  if wanted not in ('last', 'base') and wanted not in done:
+    raise ValueError(f'model.stage = {wanted!r}: has not finished in workdir {workdir!r}, which has {done}; '
+                     'fix: --config.model.stage=last, or another --workdir')
+  return done
+
+
+def evaluate(config, parts: Parts, plain, *, version: int = 0, name: str = 'heldout') -> suites.SuiteResult:
+  """The held-out result of the plain state `plain`."""
+  e = config.eval
+  parts.engine.load_params(plain, version=version)
+  with metrics.Progress(f'eval {name}', len(parts.heldout_tasks) * e.samples) as progress:
+    finished = itertools.count(1)
+    on_finish = lambda rollout: progress.update(next(finished))
+
+    def generate(tasks, samples):
+      return rollout.generate(parts.engine, parts.tokenizer, tasks, samples=samples, seed=config.seed,
+                              on_finish=on_finish, max_tokens=e.max_tokens, temperature=e.temperature)
+
+    return suites.evaluate(parts.heldout_tasks, generate, functools.partial(rollout.grade, parts.verifiers),
+                           samples=e.samples, ks=sorted({1, e.samples}), confidence=config.gate.confidence,
+                           majority=procedural.majority_accuracy(parts.heldout_tasks))
+
+
+def relevant(config, stages: Sequence[str]) -> dict:
+  """The fields that decide what the last of `stages` comes to, each at its full name."""
+  names = [field for stage in stages for field in _FIELDS[stage]]
+  values = {name: functools.reduce(lambda section, key: section[key], name.split('.'), config) for name in names}
+  return {name: value.to_dict() if hasattr(value, 'to_dict') else value for name, value in values.items()}
+
+
+def _begin(config, workdir, name, done, overrides) -> lineage.Manifest | None:
+  """The manifest of a stage that is to run, already on disk; None when the stage is done."""
+  fields = relevant(config, [*done, name])
+  parents = {parent: lineage.digest(relevant(config, done)) for parent in done[-1:]} or {config.model.source: ''}
+  digest = lineage.digest(fields)
+  if lineage.is_done(workdir, name, digest, config=fields, parents=parents, rerun=config.pipeline.rerun_changed):
+    return None
+  manifest = lineage.begin(name, parents=parents, config=fields, seed=config.seed, overrides=overrides,
+                           config_hash=digest, devices=[d.device_kind for d in jax.devices()])
+  if devices.is_main():
+    lineage.write(workdir, manifest)
+  return manifest
+
+
+def _finish(config, workdir, parts, plain, stage, manifest, *, parent) -> None:
+  """Evaluates the stage, holds it against its parent and closes its manifest."""
+  result = evaluate(config, parts, plain, name=stage.name)
+  manifest.data = dict(tasks={
+      domain: lineage.digest([task.id for task in tasks])
+      for domain, tasks in supervised.by_domain(parts.train_tasks).items()},
+                       heldout=lineage.digest(sorted(t.id for t in parts.heldout_tasks)))
+  manifest.metrics = dict(stage.last, accuracy=result.macro.accuracy, strict=result.macro.strict_frac)
+  if parent:
+    manifest.checkpoint = os.path.join(stage.name, 'checkpoints')
+    before = suites.load(os.path.join(workdir, parent, 'eval.json'))
+    manifest.gate = gates.compare(before, result, confidence=config.gate.confidence,
+                                  max_drop=config.gate.max_drop).to_json()
+  manifest.finished = lineage.now()
+  if devices.is_main():
+    suites.save(result, stage.directory / 'eval.json')
+    lineage.write(workdir, manifest)
+  devices.barrier('stage finished')
+
+
+def _check_gate(config, workdir, name) -> None:
+  gate = lineage.read(workdir, name).gate
+  if gate is None or gate['passed']:
+    return
+  reasons = '\n  '.join(gate['reasons'])
+  if config.gate.enabled:
+    raise GateBlocked(f'stage {name} is blocked by its gate, nothing was promoted past its parent:\n  {reasons}')
+  logging.warning('stage %s would be blocked, but config.gate.enabled is False:\n  %s', name, reasons)
+
+
+def show(workdir, stages: Sequence[str]) -> None:
+  """Prints the accuracy of every stage so far by domain, and writes the report."""
+  show_table({name: suites.load(os.path.join(workdir, name, 'eval.json')) for name in stages})
+  logging.info('report: %s', report.write(workdir))
+
+
+def show_table(results: dict[str, suites.SuiteResult]) -> None:
+  """Prints accuracy and strict accuracy by domain, a column pair per result."""
+  first = next(iter(results.values()))
+  rows = []
+  for domain in (*first.domains, 'average'):
+    pick = lambda result: result.macro if domain == 'average' else result.domains[domain]
+    row = dict(domain=domain, tasks=pick(first).tasks, majority=pick(first).majority_frac)
+    for name, result in results.items():
+      row[name] = pick(result).accuracy
+      row[f'{name} strict'] = pick(result).strict_frac
+    rows.append(row)
+  metrics.table(rows, 'held-out accuracy (answer right), and strict (right and in the asked form)')

@@ -1,0 +1,1 @@
+"""Reinforcement learning: curriculum, rollouts, rewards and the loop that joins them."""

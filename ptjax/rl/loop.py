@@ -1,0 +1,80 @@
+"""Reinforcement learning with verifiable rewards, synchronous: one step is five calls.
+
+  curriculum.draw -> rollout.generate -> rollout.grade -> reward + advantage -> trainer.update
+
+The engine always holds the policy that the step starts from, so rollouts are on-policy; what remains between the
+sampler's log-probs and the trainer's is measured at every step (`rl/logp_diff_mean`, `rl/logp_diff_max`).
+"""
+
+from collections import Counter
+import time
+
+import numpy as np
+
+from ptjax.data import batching
+from ptjax.learn import advantages, losses, objectives
+from ptjax.learn.trainer import Trainer
+from ptjax.rl import reward, rollout
+from ptjax.rl.curriculum import Curriculum
+
+SHOWN_EVERY = 5  # steps between the rollouts that are kept to be read
+
+
+def run(config, parts, plain, stage):
+  """Trains the plain state `plain` for config.rl.steps steps; returns the plain state it becomes.
+
+  Killed anywhere, the same call goes on from the last checkpoint and ends with the same bits.
+  """
+  rl = config.rl
+  trainer = Trainer(rl, parts.model_config, plain, objectives.policy(rl), mesh=parts.mesh,
+                    temperature=rl.temperature, seed=config.seed)
+  curriculum = Curriculum(parts.train_tasks, seed=config.seed, weights=parts.weights, **config.curriculum)
+  advantage = losses.bind(advantages.ADVANTAGES, rl.advantage, {}, what='advantage')
+  for step in stage.steps(rl.steps, trainer, curriculum=curriculum):
+    began = time.monotonic()
+    parts.engine.load_params(trainer.merged(), version=step)
+    tasks = curriculum.draw(rl.tasks_per_step)
+    groups = rollout.generate(
+        parts.engine, parts.tokenizer, tasks, samples=rl.rollouts_per_task, seed=config.seed, step=step,
+        max_tokens=rl.max_tokens, temperature=rl.temperature)
+    rollouts = [r for group in groups for r in group]
+    verdicts = rollout.grade(parts.verifiers, [t for t, group in zip(tasks, groups) for _ in group],
+                             [r.text for r in rollouts])
+    reward_UR, trainable_UR = reward.score(verdicts, rollouts, rl.rollouts_per_task)
+    shaped_UR = reward.shape_overlong(reward_UR, rollouts, max_tokens=rl.max_tokens, cache_tokens=rl.overlong_tokens)
+    advantage_UR = advantage(shaped_UR, trainable_UR)
+
+    batches = trainer.with_reference(pack(rl, rollouts, advantage_UR, trainable_UR))
+    for _ in range(rl.updates_per_step):
+      learned = trainer.update(batches)
+    curriculum.observe(tasks, reward_UR, trainable_UR)
+
+    drawn = sum(len(r.token_ids) for r in rollouts)
+    optim = {name: learned.pop(name) for name in ('grad_norm', 'lr')}
+    outcomes = Counter(v.status for v in verdicts)
+    stage.log(step, progress=dict(reward=reward_UR[trainable_UR].mean()), optim=optim,
+              tokens_per_s=drawn / (time.monotonic() - began),
+              rl=dict(learned, **summary(tasks, rollouts, reward_UR, trainable_UR), curriculum=curriculum.shares()),
+              verify={status: outcomes[status] for status in ('pass', 'fail', 'timeout', 'error')})
+    if step % SHOWN_EVERY == 0 or step + 1 == rl.steps:
+      stage.add_rollouts(rollout.records(step, tasks, rollouts, verdicts))
+  return trainer.merged()
+
+
+def pack(rl, rollouts, advantage_UR, trainable_UR):
+  """Micro-batches of the groups that say something; a group of equal rewards has no gradient and is left out."""
+  says_UR = trainable_UR & (advantage_UR != 0).any(axis=1, keepdims=True)
+  sequences = batching.groups(rollouts, advantage_UR, says_UR)
+  return batching.pack(sequences, rows=rl.rows, seq_len=rl.seq_len, max_branches=rl.branches,
+                       loss_tokens=rl.loss_tokens).batches
+
+
+def summary(tasks, rollouts, reward_UR, trainable_UR) -> dict:
+  """What the step's rollouts were like."""
+  by_domain = {}
+  for task, reward_R, trainable_R in zip(tasks, reward_UR, trainable_UR):
+    by_domain.setdefault(task.domain, []).extend(reward_R[trainable_R])
+  return dict(
+      reward_mean=float(reward_UR[trainable_UR].mean()), length_mean=float(np.mean([len(r.token_ids) for r in rollouts])),
+      truncated_frac=float(np.mean([r.finish_reason == 'length' for r in rollouts])),
+      reward={domain: float(np.mean(values)) for domain, values in by_domain.items() if values})

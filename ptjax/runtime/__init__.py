@@ -1,0 +1,1 @@
+"""The machine under a job: devices, checkpoints, lineage and metrics."""

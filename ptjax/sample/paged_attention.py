@@ -1,0 +1,117 @@
+"""Attention over a paged key/value pool in plain XLA: the path for CPU and GPU.
+
+A pool is one array per layer, pool_ZKCH: Z pages of C tokens, kv head outside the token so that a page and head is one
+tile; its last axis holds a token's key in the first half and its value in the second. Reading loops over blocks of
+pages up to the live length with an online softmax (arXiv 1805.02867), so cost and memory follow what is live and not the width of
+the page table. Nothing here allocates pages, and values outside a sequence's length never reach a result, even if they
+are not numbers.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+_BLOCK_TOKENS = 64  # of one row, read per loop step
+_BLOCK_ROWS_TOKENS = 2048  # of all rows together: what stays in a CPU's cache
+_NEVER = -1e30  # a finite stand-in for -inf: an all-masked block must not make nan
+
+
+def write(pool_ZKCH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, page_T: jax.Array, offset_T: jax.Array) -> jax.Array:
+  """The pool with the keys and values of T tokens at their (page, offset); donated pools are updated in place."""
+  kv_TKH = jnp.concatenate([k_TKH, v_TKH], axis=-1).astype(pool_ZKCH.dtype)
+  return pool_ZKCH.at[page_T, :, offset_T].set(kv_TKH, mode='promise_in_bounds')
+
+
+def decode(q_BNH: jax.Array, pool_ZKCH: jax.Array, table_BJ: jax.Array, length_B: jax.Array) -> jax.Array:
+  """One query per row over the first `length` tokens of the row's pages: out_BNH.
+
+  Args:
+    q_BNH: queries.
+    pool_ZKCH: keys and values.
+    table_BJ: the j-th page of each row; entries past the length may be anything in range.
+    length_B: tokens to look at, at least 1.
+  """
+  B, N, H = q_BNH.shape
+  K, C = pool_ZKCH.shape[1:3]
+  J = table_BJ.shape[1]
+  pages = _block_pages(C, rows=B, width=J)
+  table_BJ = jnp.pad(table_BJ, ((0, 0), (0, -J % pages)))
+  q_BKGH = q_BNH.reshape(B, K, N // K, H)
+  span_JC = jnp.arange(pages * C).reshape(pages, C)
+
+  def fold(block, state):
+    page_BJ = jax.lax.dynamic_slice_in_dim(table_BJ, block * pages, pages, axis=1)
+    kv_BJKCH = pool_ZKCH.at[page_BJ].get(mode='promise_in_bounds')
+    k_BJKCH, v_BJKCH = jnp.split(kv_BJKCH, 2, axis=-1)
+    live_BJC = (block * pages * C + span_JC)[None] < length_B[:, None, None]
+    score_BKGJC = jnp.einsum('BKGH,BJKCH->BKGJC', q_BKGH, k_BJKCH, preferred_element_type=jnp.float32)
+    return _fold(state, score_BKGJC, live_BJC[:, None, None], v_BJKCH, live_BJC[:, :, None, :, None],
+                 'BKGJC,BJKCH->BKGH', H)
+
+  blocks = (jnp.max(length_B) + pages * C - 1) // (pages * C)
+  state = _empty((B, K, N // K), H)
+  _, total_BKG, out_BKGH = jax.lax.fori_loop(0, blocks, fold, state)
+  return (out_BKGH / total_BKG[..., None]).reshape(B, N, H).astype(q_BNH.dtype)
+
+
+def chunk(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, mask_TS: jax.Array, pool_ZKCH: jax.Array,
+          page_U: jax.Array, pages: jax.Array, live_TU: jax.Array) -> jax.Array:
+  """T packed prompt tokens over each other and over the earlier pages of their rows: out_TNH.
+
+  The earlier pages of all rows are one list, each page once, so a prefix that rows share is read once.
+
+  Args:
+    q_TNH: queries; k_TKH, v_TKH: keys and values of the same tokens.
+    mask_TS: which of the T tokens each one sees; every token sees itself.
+    pool_ZKCH: keys and values of earlier tokens.
+    page_U: the list of earlier pages.
+    pages: how many entries of page_U are real.
+    live_TU: how many tokens of each listed page each token sees (0 for a page of another row).
+  """
+  T, N, H = q_TNH.shape
+  K, C = pool_ZKCH.shape[1:3]
+  q_TKGH = q_TNH.reshape(T, K, N // K, H)
+  width = max(1, _BLOCK_TOKENS // C)
+  padding = -page_U.shape[0] % width
+  page_U = jnp.pad(page_U, (0, padding))
+  live_TU = jnp.pad(live_TU, ((0, 0), (0, padding)))
+  score_KGTS = jnp.einsum('TKGH,SKH->KGTS', q_TKGH, k_TKH, preferred_element_type=jnp.float32)
+  state = _fold(_empty((K, N // K, T), H), score_KGTS[:, :, :, None], mask_TS[None, None, :, None], v_TKH[None], None,
+                'KGTUC,UCKH->KGTH', H)
+
+  def fold(block, state):
+    page_B = jax.lax.dynamic_slice_in_dim(page_U, block * width, width)
+    live_TB = jax.lax.dynamic_slice_in_dim(live_TU, block * width, width, axis=1)
+    k_UKCH, v_UKCH = jnp.split(pool_ZKCH.at[page_B].get(mode='promise_in_bounds'), 2, axis=-1)
+    live_TUC = jnp.arange(C)[None, None] < live_TB[:, :, None]
+    score_KGTUC = jnp.einsum('TKGH,UKCH->KGTUC', q_TKGH, k_UKCH, preferred_element_type=jnp.float32)
+    return _fold(state, score_KGTUC, live_TUC[None, None], v_UKCH, jnp.any(live_TUC, axis=0)[:, None, :, None],
+                 'KGTUC,UKCH->KGTH', H)
+
+  _, total_KGT, out_KGTH = jax.lax.fori_loop(0, (pages + width - 1) // width, fold, state)
+  out_TKGH = jnp.moveaxis(out_KGTH / total_KGT[..., None], 2, 0)
+  return out_TKGH.reshape(T, N, H).astype(q_TNH.dtype)
+
+
+def _block_pages(page_size: int, *, rows: int, width: int) -> int:
+  tokens = min(_BLOCK_TOKENS, _BLOCK_ROWS_TOKENS // rows)
+  return min(width, max(1, tokens // page_size))
+
+
+def _empty(lead: tuple[int, ...], head_dim: int):
+  """(largest score, sum of weights, weighted values) of a softmax over nothing."""
+  return (jnp.full(lead, _NEVER, jnp.float32), jnp.zeros(lead, jnp.float32), jnp.zeros((*lead, head_dim), jnp.float32))
+
+
+def _fold(state, score, live, value, value_live, product: str, head_dim: int):
+  """The online-softmax state with one more block of scores (its last two axes) and values."""
+  top, total, out = state
+  score = jnp.where(live, score / math.sqrt(head_dim), _NEVER)
+  new_top = jnp.maximum(top, jnp.max(score, axis=(-2, -1)))
+  weight = jnp.where(live, jnp.exp(score - new_top[..., None, None]), 0.0)
+  if value_live is not None:  # 0 * nan is nan: a page that was freed may hold anything
+    value = jnp.where(value_live, value, 0.0)
+  decay = jnp.exp(top - new_top)
+  more = jnp.einsum(product, weight.astype(value.dtype), value, preferred_element_type=jnp.float32)
+  return new_top, total * decay + jnp.sum(weight, axis=(-2, -1)), out * decay[..., None] + more

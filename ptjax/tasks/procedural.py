@@ -1,0 +1,193 @@
+"""Makes verifiable tasks from generators, with train and held-out tasks that can never meet.
+
+Which side a task falls on is a property of its question alone: held out iff sha256(question) mod 8 is 0, whatever the
+seed, the level or the count. Nothing here grades answers.
+"""
+
+import collections
+import dataclasses
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Iterator
+
+from ptjax import types
+from ptjax.tasks import functions
+from ptjax.verify import procedural as grader
+
+SPLITS = ('train', 'heldout')
+ANSWER_SYSTEM = 'End with "Answer: x".'
+CODE_SYSTEM = 'Reply with Python code only.'
+_FUNCTION_LIMITS = {'wall_s': 6.0, 'cpu_s': 1.0, 'memory_mb': 128, 'pids': 8}
+_TRIES_PER_TASK = 60
+
+
+@dataclasses.dataclass(frozen=True)
+class Domain:
+  """A generator at a few levels, with a short wording of its own.
+
+  `ask` is filled from the entry's metadata; `keep` drops entries that do not suit it.
+  """
+
+  source: str | Callable[..., dict]  # a reasoning-gym family, or a function (rng, **level) -> entry
+  levels: tuple[dict, ...]  # what the source is configured with, easiest first
+  ask: str
+  kind: str  # of answer: a row of answers.KINDS
+  keep: Callable[[dict], bool] = lambda metadata: True
+
+
+def _product(rng: random.Random, *, low: int, high: int, other: tuple[int, ...]) -> dict:
+  """An entry like reasoning-gym's, whose own family never mixes factors of one and two digits."""
+  factors = [rng.randint(low, high), rng.randint(low, rng.choice(other))]
+  rng.shuffle(factors)
+  return {'answer': str(factors[0] * factors[1]), 'metadata': {'expression': f'{factors[0]} * {factors[1]}'}}
+
+
+def _plain_word(metadata: dict) -> bool:
+  return metadata['word'].isascii() and metadata['word'].isalpha() and metadata['word'].islower()
+
+
+def _plain_span(metadata: dict) -> bool:
+  """Lower-case words; most letters occur once, so two of three such entries go."""
+  span = metadata['span']
+  text = ' '.join(span)
+  once = text.count(metadata['target_letter']) == 1
+  return (all(word.isascii() and word.isalpha() and word.islower() for word in span)
+          and not (once and random.Random(text).random() < 2 / 3))
+
+
+DOMAINS = {
+    'products': Domain(
+        _product,
+        ({'low': 0, 'high': 9, 'other': (9, 30)}, {'low': 2, 'high': 9, 'other': (99,)},
+         {'low': 10, 'high': 99, 'other': (99,)}),
+        'What is {expression}?', 'number'),
+    'chain_sum': Domain(
+        'chain_sum',
+        ({'min_terms': 2, 'max_terms': 2, 'min_digits': 1, 'max_digits': 2},
+         {'min_terms': 3, 'max_terms': 3, 'min_digits': 1, 'max_digits': 2}),
+        'What is {expression}?', 'number'),
+    'letter_counting': Domain(
+        'letter_counting', ({'min_words': 2, 'max_words': 4}, {'min_words': 5, 'max_words': 9}),
+        'How many times is "{target_letter}" in "{text}"?', 'number', _plain_span),
+    'gcd': Domain(
+        'gcd',
+        ({'min_numbers': 2, 'max_numbers': 2, 'min_value': 2, 'max_value': 30},
+         {'min_numbers': 2, 'max_numbers': 2, 'min_value': 20, 'max_value': 200}),
+        'What is the GCD of {numbers}?', 'number'),
+    'count_bits': Domain(
+        'count_bits', ({'min_n': 1, 'max_n': 511}, {'min_n': 512, 'max_n': 65535}),
+        'How many 1 bits are in {number}?', 'number'),
+    'spell_backward': Domain(
+        'spell_backward', ({'min_word_len': 3, 'max_word_len': 4}, {'min_word_len': 5, 'max_word_len': 7}),
+        'Spell "{word}" backward.', 'word', _plain_word),
+    'functions': None,  # ptjax.tasks.functions, graded by hidden unit tests
+}
+
+
+def is_heldout(question: str) -> bool:
+  """Whether a question belongs to the held-out split."""
+  return int.from_bytes(hashlib.sha256(question.encode()).digest(), 'big') % 8 == 0
+
+
+def make(domain: str, *, split: str, count: int, seed: int, level: int = 0) -> list[types.Task]:
+  """`count` tasks of a domain with distinct questions, all of one split.
+
+  Args:
+    domain: a row of DOMAINS, or 'rg:<family>' for any reasoning-gym family.
+    split: 'train' or 'heldout'.
+    count: how many.
+    seed: another seed draws other tasks of the same split.
+    level: difficulty, 0 is easiest.
+
+  Raises:
+    ValueError: unknown domain, split or level, or fewer distinct tasks than asked for.
+  """
+  if split not in SPLITS:
+    raise ValueError(f'split {split!r} is not one of {SPLITS}')
+  if count < 1:
+    raise ValueError(f'count = {count}: ask for at least 1 task')
+  tries = _TRIES_PER_TASK * count + 2000
+  found = {}
+  for task in _draw(domain, level, seed, tries):
+    question = task.messages[-1]['content']
+    if is_heldout(question) == (split == 'heldout'):
+      found.setdefault(question, task)
+    if len(found) == count:
+      return list(found.values())
+  raise ValueError(
+      f'domain {domain!r} at level {level} gave {len(found)} distinct {split} tasks, fewer than the {count} asked '
+      f'for, in {tries} draws; ask for fewer or take another level')
+
+
+def majority_accuracy(tasks: Iterable[types.Task]) -> dict[str, float]:
+  """By domain, the accuracy of always giving the most frequent right answer. What a model must beat.
+
+  A code task has no answer to repeat, so its right function counts as one.
+  """
+  rights = collections.defaultdict(collections.Counter)
+  for task in tasks:
+    answer = task.reference['answer'] if isinstance(task.reference, dict) else task.reference
+    rights[task.domain][task.demonstration if answer is None else str(answer)] += 1
+  return {domain: max(c.values()) / c.total() for domain, c in rights.items()}
+
+
+def _draw(domain: str, level: int, seed: int, tries: int) -> Iterator[types.Task]:
+  # Generators of neighbouring seeds share items, so seeds are spread first.
+  spread = int.from_bytes(hashlib.sha256(f'{domain}/{level}/{seed}'.encode()).digest()[:4], 'big') >> 2
+  if domain == 'functions':
+    drawn = list(functions.all_functions(level))
+    random.Random(spread).shuffle(drawn)
+    return (_function_task(f, level) for f in drawn)
+  if domain.startswith('rg:'):
+    return _family_tasks(domain, level, spread, tries)
+  if domain not in DOMAINS:
+    raise ValueError(f'unknown domain {domain!r}; known are {sorted(DOMAINS)} and rg:<reasoning-gym family>')
+  if not 0 <= level < len(DOMAINS[domain].levels):
+    raise ValueError(f'domain {domain!r} has no level {level}; it has 0 to {len(DOMAINS[domain].levels) - 1}')
+  return _domain_tasks(domain, level, spread, tries)
+
+
+def _domain_tasks(name: str, level: int, seed: int, tries: int) -> Iterator[types.Task]:
+  domain = DOMAINS[name]
+  config = domain.levels[level]
+  if callable(domain.source):
+    entries = (domain.source(random.Random(seed + i), **config) for i in range(tries))
+  else:
+    dataset = grader.make_dataset(domain.source, level=0, config=config, seed=seed, size=tries)
+    entries = (dataset[i] for i in range(tries))
+  for entry in entries:
+    metadata = entry['metadata']
+    if not domain.keep(metadata):
+      continue
+    shown = dict(metadata)
+    if name == 'letter_counting':
+      shown['text'] = ' '.join(metadata['span'])
+    if name == 'gcd':
+      shown['numbers'] = ' and '.join(str(n) for n in metadata['numbers'])
+    reference = {'answer': entry['answer'], 'kind': domain.kind}
+    yield _task(name, ANSWER_SYSTEM, domain.ask.format(**shown), level, verifier='procedural',
+                reference=reference, demonstration=f'Answer: {entry["answer"]}')
+
+
+def _family_tasks(name: str, level: int, seed: int, tries: int) -> Iterator[types.Task]:
+  family = name.removeprefix('rg:')
+  dataset = grader.make_dataset(family, level=level, config=None, seed=seed, size=tries)
+  for i in range(tries):
+    entry = dataset[i]
+    answer = entry['answer']
+    reference = {'family': family, 'level': level, 'seed': seed, 'size': tries, 'index': i, 'answer': answer,
+                 'kind': grader.kind_of(answer)}
+    yield _task(name, ANSWER_SYSTEM, entry['question'], level, verifier='procedural', reference=reference,
+                demonstration=None if answer is None else f'Answer: {answer}')
+
+
+def _function_task(function: functions.Function, level: int) -> types.Task:
+  return _task('functions', CODE_SYSTEM, function.description, level, verifier='code',
+               tests={'style': 'call', 'text': function.tests}, limits=_FUNCTION_LIMITS,
+               demonstration=function.source)
+
+
+def _task(domain: str, system: str, question: str, level: int, **fields) -> types.Task:
+  digest = hashlib.sha256(f'{domain}\n{question}'.encode()).hexdigest()[:12]
+  messages = ({'role': 'system', 'content': system}, {'role': 'user', 'content': question})
+  return types.Task(id=f'{domain}/{digest}', domain=domain, messages=messages, level=level, **fields)

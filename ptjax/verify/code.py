@@ -1,0 +1,356 @@
+"""Grades Python solutions by tests, so that a solution cannot forge its verdict.
+
+The solution runs in a sandbox of its own and answers calls made by value; what it should answer never enters that
+sandbox. `call` and `stdio` results are compared here. Tests that are programs run in a second sandbox, where the
+module `solution` is a proxy that forwards calls. Only plain values cross (numbers, text, bytes and containers of
+them, type for type): tests that need the solution's own classes, generators or patches cannot pass here.
+"""
+
+import ast
+import functools
+import importlib.util
+import io
+import json
+import marshal
+import pathlib
+import re
+import time
+import warnings
+import zipfile
+from typing import Any
+
+from ptjax import types
+from ptjax.verify import plain_values
+from ptjax.verify import sandbox
+
+STYLES = ('call', 'stdio', 'asserts', 'unittest', 'pytest')
+_PROGRAMS = {name: (pathlib.Path(__file__).parent / name).read_text()
+             for name in ('plain_values.py', 'code_server.py', 'code_tests.py')}
+_OURS = {*_PROGRAMS, 'solution.py', 'tests.py'}
+_PYTEST_PACKAGES = ('pytest', '_pytest', 'py', 'pluggy', 'iniconfig', 'packaging', 'pygments')
+_LEXERS = ('__init__.py', '_mapping.py', 'python.py', 'diff.py')
+_MAX_SOURCE_CHARS = 1 << 16
+_MAX_LINE_BYTES = 4 << 20
+_FENCE = re.compile(r'^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)', re.DOTALL | re.MULTILINE)
+_CODE_LINE = re.compile(r'(?:def|class|import|from|async|@)\b|@\w')
+_DEFAULT_LIMITS = {'wall_s': 10.0, 'cpu_s': 5.0, 'memory_mb': 256, 'pids': 16}
+
+warnings.filterwarnings('ignore', category=SyntaxWarning, module='solution')
+
+
+class _Malformed(Exception):
+  """The solution broke the protocol: it wrote to the channel itself, or ended early."""
+
+
+def extract_code(text: str, entry: str | None = None) -> tuple[str, bool]:
+  """The Python source in a completion and whether it was given in the asked form: code and nothing else.
+
+  A ``` block wins over raw text: the last one that defines `entry`, else the last one. Raw text that does not parse
+  loses the prose before its first code line and after its last good one.
+  """
+  text = text[:_MAX_SOURCE_CHARS].replace('\r\n', '\n')
+  blocks = list(_FENCE.finditer(text))
+  if blocks:
+    defining = [b for b in blocks if entry and re.search(rf'^\s*(?:async\s+)?def\s+{re.escape(entry)}\b',
+                                                         b.group(2), re.MULTILINE)]
+    block = (defining or blocks)[-1]
+    return block.group(2), block.group().strip() == text.strip()
+  if _parses(text):
+    return text, bool(text.strip())
+  lines = text.split('\n')
+  start = next((i for i, line in enumerate(lines) if _CODE_LINE.match(line)), None)
+  if start is None:
+    return text, False
+  for end in range(len(lines), max(start, len(lines) - 60), -1):
+    source = '\n'.join(lines[start:end])
+    if _parses(source):
+      return source, False
+  return text, False
+
+
+def check(task: types.Task) -> None:
+  """Raises ValueError, naming the field, unless tests, files and limits are what `verify` takes."""
+  tests = task.tests if isinstance(task.tests, dict) else {}
+  if set(tests) != {'style', 'text'} or _style(tests) not in STYLES or not isinstance(tests['text'], str):
+    raise ValueError(f'field "tests" must be {{"style": one of {STYLES}, "text": text}}, not {task.tests!r:.60}')
+  if _style(tests) in ('call', 'stdio'):
+    _cases(tests['text'], _style(tests))
+  for name, content in task.files.items():
+    if not isinstance(content, str) or name in _OURS:
+      raise ValueError(f'field "files" must be path -> text, without {sorted(_OURS)}; see {name!r:.60}')
+  make_limits(task.limits)
+
+
+def verify(task: types.Task, text: str, box: sandbox.Sandbox) -> types.Verdict:
+  """Runs `task.tests` against the solution in a completion; passes when all tests pass and there is at least one.
+
+  Returns:
+    Verdict with score 1 or 0; evidence has `tests`, `passed` and the first failure.
+  Raises:
+    sandbox.SandboxError: the host broke; nothing is known about the solution.
+  """
+  style, limits = _style(task.tests), make_limits(task.limits)
+  spec = _cases(task.tests['text'], style) if style in ('call', 'stdio') else {}
+  source, format_ok = extract_code(text, spec.get('entry'))
+  files = {**task.files, 'solution.py': source.encode('utf-8', 'replace')}
+  if style == 'call':
+    outcome = _grade_calls(files, spec, limits, box)
+  elif style == 'stdio':
+    outcome = _grade_stdio(files, spec, limits, box)
+  else:
+    outcome = _grade_program(files, style, task.tests['text'], limits, box)
+  limit = outcome.get('limit', '')
+  right = not limit and outcome['tests'] >= 1 and outcome['passed'] == outcome['tests']
+  status = 'timeout' if limit in ('limit:time', 'limit:cpu') else 'pass' if right else 'fail'
+  return types.Verdict(status, float(right), dict(outcome, style=style), format_ok=format_ok)
+
+
+def _style(tests: dict) -> str:
+  """The style; a variant of one is written after it, as in call_float."""
+  return str(tests['style']).partition('_')[0]
+
+
+def make_limits(limits: dict) -> sandbox.Limits:
+  """The sandbox limits of a task, over the defaults for one solution.
+
+  Raises:
+    ValueError: an unknown limit or a value that is not a number > 0.
+  """
+  known = set(sandbox.Limits.__dataclass_fields__)
+  unknown = sorted(set(limits) - known)
+  if unknown:
+    raise ValueError(f'field "limits" has unknown {unknown}; known are {sorted(known)}')
+  try:
+    given = sandbox.Limits(**limits)
+  except ValueError as e:
+    raise ValueError(f'field "limits": {e}') from e
+  merged = {**_DEFAULT_LIMITS, **limits}
+  if 'cpu_s' not in limits:
+    merged['cpu_s'] = min(merged['cpu_s'], given.wall_s)
+  return sandbox.Limits(**merged)
+
+
+def same_value(got: Any, expected: Any, tolerance: float | None = None) -> bool:
+  """Type-strict equality of plain values: True is not 1, 1 is not 1.0, a tuple is not a list.
+
+  With a tolerance, numbers other than bools are equal when they differ by at most it, absolutely or relatively.
+  """
+  if tolerance is not None and type(expected) in (int, float) and type(got) in (int, float):
+    if got == expected:
+      return True
+    return abs(got - expected) <= tolerance * max(1.0, abs(expected))
+  if type(got) is not type(expected):
+    return False
+  if isinstance(expected, (list, tuple)):
+    return len(got) == len(expected) and all(same_value(g, e, tolerance) for g, e in zip(got, expected))
+  if isinstance(expected, dict):
+    # 1, 1.0 and True are one key to Python, so the keys' types are compared as well.
+    return ({(type(k), k) for k in got} == {(type(k), k) for k in expected}
+            and all(same_value(got[k], expected[k], tolerance) for k in expected))
+  if isinstance(expected, (set, frozenset)):
+    return {(type(x), x) for x in got} == {(type(x), x) for x in expected}
+  return got == expected or (got != got and expected != expected)
+
+
+def _parses(source: str) -> bool:
+  try:
+    return bool(ast.parse(source, filename='solution').body)
+  except (SyntaxError, ValueError, RecursionError, MemoryError):
+    return False
+
+
+def _cases(text: str, style: str) -> dict:
+  """The parsed tests of a call or stdio task."""
+  fields = ('args', 'expected') if style == 'call' else ('stdin', 'expected')
+  try:
+    spec = json.loads(text)
+    cases = [tuple(case[f] for f in fields) for case in spec['cases']]
+    if style == 'call':
+      return {'entry': str(spec['entry']), 'cases': cases, 'tolerance': spec.get('tolerance')}
+    return {'cases': cases}
+  except (ValueError, KeyError, TypeError) as e:
+    wanted = '"entry", ' if style == 'call' else ''
+    raise ValueError(f'field "tests.text" of style {style} must be JSON with {wanted}"cases": [{{{", ".join(fields)}}}]; '
+                     f'{type(e).__name__}: {e}') from e
+
+
+def _programs(name: str, style: str = '') -> dict[str, bytes | str]:
+  files = {name: _PROGRAMS[name], 'plain_values.py': _PROGRAMS['plain_values.py']}
+  return files | {'pytest.zip': _pytest_zip()} if style == 'pytest' else files
+
+
+def _compiled(name: pathlib.PurePath, path: pathlib.Path) -> tuple[str, bytes]:
+  """A compiled file that is never checked against its source; another version of Python ignores it."""
+  code = compile(path.read_bytes(), str(name), 'exec', dont_inherit=True)
+  return f'{name}c', importlib.util.MAGIC_NUMBER + (1).to_bytes(4, 'little') + bytes(8) + marshal.dumps(code)
+
+
+@functools.cache
+def _pytest_zip() -> bytes:
+  """The installed pytest and what it imports, as one importable file: a sandbox has the standard library only.
+
+  Raises:
+    RuntimeError: pytest is not installed.
+  """
+  packed = io.BytesIO()
+  with zipfile.ZipFile(packed, 'w') as archive:
+    for package in _PYTEST_PACKAGES:
+      spec = importlib.util.find_spec(package)
+      if spec is None or spec.origin is None:
+        raise RuntimeError(f'tests of style pytest need the package {package}: pip install pytest')
+      origin = pathlib.Path(spec.origin)
+      paths = sorted(origin.parent.rglob('*.py')) if origin.name == '__init__.py' else [origin]
+      root = origin.parent.parent if origin.name == '__init__.py' else origin.parent
+      for name, path in ((path.relative_to(root), path) for path in paths):
+        if name.parts[:2] != ('pygments', 'lexers') or path.name in _LEXERS:
+          archive.writestr(*_compiled(name, path))
+          archive.write(path, name)
+  return packed.getvalue()
+
+
+class _Solution:
+  """A solution at work in its sandbox: calls by value go in, plain values or an error come out."""
+
+  def __init__(self, box: sandbox.Sandbox, files: dict, limits: sandbox.Limits):
+    self.job = box.start([sandbox.WARM_PYTHON, 'code_server.py'], files=files | _programs('code_server.py'),
+                         limits=limits)
+    self._channel = _Channel(self.job)
+    self._deadline = time.monotonic() + limits.wall_s + 5.0
+    self._count = 0
+
+  def ask(self, request: dict) -> dict:
+    """The reply to one request: {'value'} encoded, or {'error', 'message'}. Raises _Malformed."""
+    self._count += 1
+    self._channel.send(dict(request, id=self._count))
+    reply = self._channel.receive(self._deadline - time.monotonic())
+    if reply.get('id') != self._count or not {'value', 'error'} & set(reply):
+      raise _Malformed('a reply that nobody asked for')
+    return reply
+
+  def close(self) -> str:
+    """Lets the solution's server end, which its limits bound; returns the limit it broke, or ''."""
+    verdict = self.job.finish().verdict
+    return '' if verdict == 'contained' else verdict
+
+
+class _Channel:
+  """JSON lines over a job's descriptor 3, bounded."""
+
+  def __init__(self, job: sandbox.Job):
+    self._job = job
+    self._pending = b''
+
+  def send(self, message: dict):
+    try:
+      self._job.send(json.dumps(message).encode() + b'\n')
+    except BrokenPipeError as e:
+      raise _Malformed('it ended early') from e
+
+  def receive(self, timeout_s: float) -> dict:
+    deadline = time.monotonic() + timeout_s
+    while b'\n' not in self._pending:
+      try:
+        chunk = self._job.receive(max(deadline - time.monotonic(), 0.0))
+      except TimeoutError as e:
+        raise _Malformed('no reply in time') from e
+      if not chunk:
+        raise _Malformed('it ended early')
+      self._pending += chunk
+      if len(self._pending) > _MAX_LINE_BYTES:
+        raise _Malformed('a reply that is too large')
+    line, _, self._pending = self._pending.partition(b'\n')
+    try:
+      message = json.loads(line)
+    except (ValueError, RecursionError) as e:
+      raise _Malformed('a reply that is not JSON') from e
+    if not isinstance(message, dict):
+      raise _Malformed('a reply that is not an object')
+    return message
+
+
+def _grade_calls(files: dict, spec: dict, limits: sandbox.Limits, box: sandbox.Sandbox) -> dict:
+  outcome = {'tests': len(spec['cases']), 'passed': 0}
+  solution = _Solution(box, files, limits)
+  try:
+    for args, expected in spec['cases']:
+      request = {'call': spec['entry'], 'args': plain_values.encode(args), 'kwargs': plain_values.encode({})}
+      reply = solution.ask(request)
+      got, failure = _decode(reply)
+      if not failure and same_value(got, expected, spec['tolerance']):
+        outcome['passed'] += 1
+      elif 'failure' not in outcome:
+        outcome['failure'] = f'{spec["entry"]}({args!r}): {failure or repr(got)}, expected {expected!r}'[:500]
+      if reply.get('fatal'):
+        break
+  except _Malformed as e:
+    outcome.setdefault('failure', str(e))
+  finally:
+    limit = solution.close()
+  if limit:
+    outcome['limit'] = limit
+  return outcome
+
+
+def _decode(reply: dict) -> tuple[Any, str]:
+  """(value, '') or (None, what went wrong)."""
+  if 'error' in reply:
+    return None, f'{reply["error"]}: {reply.get("message", "")}'[:300]
+  try:
+    return plain_values.decode(reply['value']), ''
+  except (ValueError, TypeError, KeyError, IndexError, RecursionError) as e:
+    raise _Malformed(f'a value that cannot be read: {type(e).__name__}') from e
+
+
+def _grade_stdio(files: dict, spec: dict, limits: sandbox.Limits, box: sandbox.Sandbox) -> dict:
+  outcome = {'tests': len(spec['cases']), 'passed': 0}
+  for stdin, expected in spec['cases']:
+    result = box.run([sandbox.WARM_PYTHON, 'solution.py'], files=files, limits=limits,
+                     stdin=stdin.encode('utf-8', 'replace'))
+    if result.verdict != 'contained':
+      outcome['limit'] = result.verdict
+      break
+    got = result.stdout.decode('utf-8', 'replace')
+    if result.returncode == 0 and _lines(got) == _lines(expected):
+      outcome['passed'] += 1
+    elif 'failure' not in outcome:
+      outcome['failure'] = f'stdin {stdin!r}: status {result.returncode}, stdout {got!r}, expected {expected!r}'[:500]
+  return outcome
+
+
+def _lines(text: str) -> list[str]:
+  """Lines without trailing blanks: what people mean by the same output."""
+  return [line.rstrip() for line in text.rstrip().split('\n')]
+
+
+def _grade_program(files: dict, style: str, text: str, limits: sandbox.Limits, box: sandbox.Sandbox) -> dict:
+  """Runs tests that are a program beside the solution and relays its calls."""
+  outcome = {'tests': 0, 'passed': 0}
+  solution = _Solution(box, files, limits)
+  try:
+    names = solution.ask({'names': True})
+    if 'error' in names:
+      return dict(outcome, failure=f'{names["error"]}: {names.get("message", "")}'[:500])
+    with box.start([sandbox.WARM_PYTHON, 'code_tests.py', style],
+                   files={'tests.py': text} | _programs('code_tests.py', style), limits=limits, beside=solution.job) as job:
+      outcome.update(_relay(_Channel(job), solution, names['value'], limits))
+      job.finish()
+  except _Malformed as e:
+    outcome['failure'] = str(e)
+  finally:
+    limit = solution.close()
+  if limit:
+    outcome['limit'] = limit
+  return outcome
+
+
+def _relay(tests: _Channel, solution: _Solution, names: Any, limits: sandbox.Limits) -> dict:
+  """Serves the tests' calls until they report; a solution that breaks the protocol raises in the tests."""
+  deadline = time.monotonic() + limits.wall_s + 5.0
+  tests.send({'names': names})
+  while True:
+    message = tests.receive(deadline - time.monotonic())
+    if 'report' in message:
+      return message['report']
+    reply = solution.ask({k: message[k] for k in ('call', 'args', 'kwargs')})
+    _decode(reply)
+    tests.send({k: reply[k] for k in ('value', 'error', 'message') if k in reply})

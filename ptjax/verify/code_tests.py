@@ -1,0 +1,169 @@
+"""The program that runs tests in a sandbox of their own. `solution` is a proxy: calls travel on descriptor 3.
+
+usage: code_tests.py asserts|unittest|pytest, with the tests in tests.py. It reports how many tests ran and how many
+passed; skipped, expected to fail, or never finished is not passed.
+"""
+
+import ast
+import builtins
+import json
+import os
+import sys
+import types
+import unittest
+
+sys.path.insert(0, os.getcwd())
+import plain_values  # pylint: disable=g-import-not-at-top,wrong-import-position
+
+_CHANNEL = os.fdopen(os.dup(3), 'rb')
+
+
+class RemoteError(Exception):
+  """The solution raised something that is not a built-in exception."""
+
+
+def send(message):
+  data = json.dumps(message).encode() + b'\n'
+  while data:
+    data = data[os.write(3, data):]
+
+
+def receive():
+  line = _CHANNEL.readline()
+  if not line:
+    os._exit(1)
+  return json.loads(line)
+
+
+def proxy(name):
+  """A function that calls the solution's function of that name, by value."""
+
+  def call(*args, **kwargs):
+    send({'call': name, 'args': plain_values.encode(args), 'kwargs': plain_values.encode(kwargs)})
+    reply = receive()
+    if 'error' in reply:
+      kind = getattr(builtins, str(reply['error']), None)
+      known = isinstance(kind, type) and issubclass(kind, Exception)
+      raise (kind if known else RemoteError)(reply.get('message', ''))
+    return plain_values.decode(reply['value'])
+
+  call.__name__ = call.__qualname__ = name
+  return call
+
+
+def make_solution():
+  """The `solution` module of proxies, as importable as the real one."""
+  module = types.ModuleType('solution')
+  for name, value in plain_values.decode(receive()['names']).items():
+    setattr(module, name, proxy(name) if value is None else value[0])
+  sys.modules['solution'] = module
+  return module
+
+
+class _CountAsserts(ast.NodeTransformer):
+  """Counts each assert statement as it is reached."""
+
+  def visit_Assert(self, node):
+    count = ast.parse('_count_assert()').body[0]
+    return [ast.copy_location(count, node), node]
+
+
+def run_asserts(source, solution):
+  """Runs the text with the solution's names in scope; a test is an assert that was reached."""
+  reached = [0]
+
+  def count():
+    reached[0] += 1
+
+  namespace = {k: v for k, v in vars(solution).items() if not k.startswith('__')}
+  namespace.update(__name__='tests', _count_assert=count)
+  tree = ast.fix_missing_locations(_CountAsserts().visit(ast.parse(source)))
+  try:
+    exec(compile(tree, 'tests.py', 'exec'), namespace)  # pylint: disable=exec-used
+  except BaseException as e:  # pylint: disable=broad-except
+    # What failed is the last assert reached, or what came after it.
+    tests = max(reached[0], 1)
+    return {'tests': tests, 'passed': tests - 1, 'failure': failure_of(e)}
+  return {'tests': reached[0], 'passed': reached[0]}
+
+
+def failure_of(error):
+  return ('%s: %s' % (type(error).__name__, error))[:500]
+
+
+class _Count(unittest.TestResult):
+  """A result that counts successes itself: everything else is not one."""
+
+  passed = 0
+
+  def addSuccess(self, test):
+    self.passed += 1
+
+
+def run_unittest(source, solution):
+  del solution
+  module = load_tests(source)
+  result = _Count()
+  unittest.TestLoader().loadTestsFromModule(module).run(result)
+  bad = result.errors + result.failures + result.skipped + result.expectedFailures
+  report = {'tests': max(result.testsRun, result.passed + len(bad)), 'passed': result.passed}
+  if bad:
+    report['failure'] = ('%s: %s' % (bad[0][0], bad[0][1].strip().split('\n')[-1]))[:500]
+  return report
+
+
+def load_tests(source):
+  module = types.ModuleType('tests')
+  module.__file__ = 'tests.py'
+  sys.modules['tests'] = module
+  exec(compile(source, 'tests.py', 'exec'), module.__dict__)  # pylint: disable=exec-used
+  return module
+
+
+class _PytestCount:
+  """A pytest plugin that counts items that passed in all of their phases."""
+
+  def __init__(self):
+    self.items = {}
+    self.failure = ''
+
+  def pytest_runtest_logreport(self, report):
+    good = report.passed and not hasattr(report, 'wasxfail')
+    self.items[report.nodeid] = self.items.get(report.nodeid, True) and good
+    if not good and not self.failure:
+      self.failure = ('%s: %s' % (report.nodeid, report.longreprtext.strip().split('\n')[-1]))[:500]
+
+  def pytest_collectreport(self, report):
+    if not report.passed:
+      self.items[report.nodeid] = False
+      self.failure = self.failure or report.longreprtext[-500:]
+
+
+def run_pytest(source, solution):
+  del source, solution
+  sys.path.insert(0, os.path.join(os.getcwd(), 'pytest.zip'))
+  import pytest  # pylint: disable=g-import-not-at-top
+  count = _PytestCount()
+  pytest.main(['-q', '-p', 'no:cacheprovider', '--noconftest', '-c', os.devnull, '--rootdir=.',
+               '--import-mode=importlib', 'tests.py'], plugins=[count])
+  report = {'tests': len(count.items), 'passed': sum(count.items.values())}
+  return dict(report, failure=count.failure) if count.failure else report
+
+
+RUNNERS = {'asserts': run_asserts, 'unittest': run_unittest, 'pytest': run_pytest}
+
+
+def main():
+  runner = RUNNERS[sys.argv[1]]
+  solution = make_solution()
+  with open('tests.py', encoding='utf-8') as f:
+    source = f.read()
+  try:
+    report = runner(source, solution)
+  except BaseException as e:  # pylint: disable=broad-except
+    report = {'tests': 1, 'passed': 0, 'failure': failure_of(e)}
+  send({'report': report})
+  os._exit(0)
+
+
+main()

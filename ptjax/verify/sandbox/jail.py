@@ -1,0 +1,471 @@
+"""One class per kind of isolation: how a worker enters it, how each job is shut in, and how all of a job is killed.
+
+Runs inside the zygote only (standard library, no import of ptjax). A jail's life: `enter` once per worker; then per
+job `fork` a keeper, which calls `prepare`, `begin`, and in the job's own process `confine`; at the end `kill_all`.
+Refuses to go on with less than its tier promises: every step that the kernel denies raises OSError.
+"""
+
+import errno
+import fcntl
+import os
+import pwd
+import resource
+import signal
+import socket
+import stat
+import struct
+
+import linux
+
+FIRST_UID, SPARE_UIDS = 62000, 900  # uids that no account has, one per worker
+JOB_UID = 1000  # what a job in a user namespace sees
+SYSTEM = ('/usr', '/bin', '/sbin', '/lib', '/lib32', '/lib64', '/libx32', '/etc/alternatives')
+ETC_COPIES = ('ld.so.cache', 'ld.so.conf', 'localtime', 'mime.types', 'os-release')
+DEVICES = ('null', 'zero', 'full', 'random', 'urandom')
+ACCOUNTS = 'root:x:0:0::/root:/bin/sh\njob:x:{0}:{0}::/box/home:/bin/sh\nnobody:x:65534:65534::/:/bin/false\n'
+INODES_PER_MB = 256  # a job's files are counted as well as its bytes
+INODES_AT_LEAST = 4096
+FOLDERS = '/tmp/ptjax-job-'  # where no private tmpfs can be had
+
+
+def inode_limit(disk_mb: float) -> int:
+  return int(max(INODES_AT_LEAST, disk_mb * INODES_PER_MB))
+
+
+def claim_uid() -> tuple[int, socket.socket]:
+  """A uid that no account and no other worker on this host has, held for as long as the socket is open."""
+  taken = {entry.pw_uid for entry in pwd.getpwall()}
+  for uid in range(FIRST_UID, FIRST_UID + SPARE_UIDS):
+    lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+      if uid not in taken:
+        lock.bind(f'\0ptjax-sandbox-uid-{uid}')
+        return uid, lock
+    except OSError as error:
+      if error.errno != errno.EADDRINUSE:
+        raise
+    lock.close()
+  raise OSError(errno.EBUSY, f'spare uid: all of {FIRST_UID}..{FIRST_UID + SPARE_UIDS - 1} are taken')
+
+
+def become(uid: int):
+  """Gives up root for good."""
+  os.setgroups([])
+  os.setresgid(uid, uid, uid)
+  os.setresuid(uid, uid, uid)
+
+
+def reap_all():
+  """Waits for every child, adopted ones included."""
+  while True:
+    try:
+      os.waitpid(-1, 0)
+    except ChildProcessError:
+      return
+
+
+def set_limits(limits: dict, processes: int | None):
+  """The kernel's own per-process limits, a backstop behind the keeper's per-job ones."""
+  cpu, disk = int(limits['cpu_s']) + 2, int(limits['disk_mb'] * 2**20)
+  # Runtimes reserve far more addresses than they touch, so this only bounds how far a burst can go.
+  space = int(limits['memory_mb'] * 4 + 2048) << 20
+  for kind, value in ((resource.RLIMIT_CPU, cpu), (resource.RLIMIT_AS, space), (resource.RLIMIT_FSIZE, disk),
+                      (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, 256), (resource.RLIMIT_MEMLOCK, 65536),
+                      (resource.RLIMIT_NPROC, processes)):
+    if value is not None:
+      hard = resource.getrlimit(kind)[1]
+      value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+      resource.setrlimit(kind, (value, value))
+
+
+class Namespaced:
+  """Tiers `userns` and `root`: a private system in which the job's processes are all there are.
+
+  The worker is process 1 of its own pid, mount, network, ipc, uts and cgroup namespaces over a minimal read-only
+  root. Each keeper is process 1 of further pid and mount (and user) namespaces, so its end is the end of the job.
+  Network, ipc and uts namespaces are the worker's: it runs one job at a time, so no two jobs share them.
+  """
+
+  work, home, temporary = '/box/work', '/box/home', '/tmp'
+
+  def __init__(self, tier: str, readable: list):
+    self.tier, self.readable = tier, readable
+    self.uid, self.gid = os.geteuid(), os.getegid()
+
+  def enter(self):
+    root = os.geteuid() == 0
+    if root:
+      self.uid, self._lock = claim_uid()
+    elif self.tier == 'root':
+      raise OSError(errno.EPERM, 'tier root: not the root user')
+    flags = linux.NEWNS | linux.NEWPID | linux.NEWNET | linux.NEWIPC | linux.NEWUTS | linux.NEWCGROUP
+    linux.unshare(flags if root else flags | linux.NEWUSER)
+    if not root:
+      self._map_user(self.uid)
+    worker = os.fork()
+    if worker:
+      self._outlive(worker)
+    linux.set_parent_death_signal(signal.SIGKILL)
+    socket.sethostname('sandbox')
+    _raise_loopback()
+    self._build_root()
+    if root and self.tier == 'userns':
+      become(self.uid)
+      linux.set_dumpable(True)  # cleared by the change of uid; a keeper needs it to write its uid map
+      linux.set_parent_death_signal(signal.SIGKILL)  # cleared as well
+
+  def _outlive(self, worker: int):
+    """The outer half waits, so that whoever watches it sees the worker's end. Never returns."""
+    os.closerange(0, 256)
+    _, status = os.waitpid(worker, 0)
+    os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+
+  def _map_user(self, inside: int):
+    for name, text in (('setgroups', 'deny'), ('uid_map', f'{inside} {self.uid} 1'),
+                       ('gid_map', f'{inside} {self.gid} 1')):
+      with open(f'/proc/self/{name}', 'w') as file:
+        file.write(text)
+
+  def _build_root(self):
+    linux.mount('none', '/', None, linux.MS_REC | linux.MS_PRIVATE)
+    linux.mount('tmpfs', '/tmp', 'tmpfs', linux.MS_NOSUID, 'mode=0755,size=32m')
+    os.chdir('/tmp')
+    os.mkdir('.host')
+    linux.pivot_root('.', '.host')
+    os.chdir('/')
+    os.umask(0o022)
+    for path in ('/box', '/dev/shm', '/etc', '/proc', '/run', '/tmp', '/var/tmp'):
+      os.makedirs(path, exist_ok=True)
+    for path in SYSTEM:
+      _share('/.host', path)
+    for path, real in self.readable:
+      _share('/.host', real)
+      if path != real and not os.path.lexists(path):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.symlink(real, path)
+    self._fill_etc()
+    for name in DEVICES:
+      open(f'/dev/{name}', 'w').close()
+      linux.mount(f'/.host/dev/{name}', f'/dev/{name}', None, linux.MS_BIND)
+    for name, target in (('fd', ''), ('stdin', '/0'), ('stdout', '/1'), ('stderr', '/2')):
+      os.symlink(f'/proc/self/fd{target}', f'/dev/{name}')
+    linux.mount('proc', '/proc', 'proc', linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
+    linux.detach('/.host')
+    os.rmdir('/.host')
+    linux.set_mount_attributes('/', linux.ATTR_RDONLY | linux.ATTR_NOSUID, recursive=False)
+
+  def _fill_etc(self):
+    seen = JOB_UID if self.tier == 'userns' else self.uid
+    texts = {'passwd': ACCOUNTS.format(seen), 'group': f'root:x:0:\njob:x:{seen}:\n', 'hosts': '127.0.0.1 localhost\n',
+             'nsswitch.conf': 'passwd: files\ngroup: files\nhosts: files\n'}
+    for name in ETC_COPIES:
+      if os.path.isfile(f'/.host/etc/{name}'):
+        with open(f'/.host/etc/{name}', 'rb') as source, open(f'/etc/{name}', 'wb') as copy:
+          copy.write(source.read(1 << 20))
+    for name, text in texts.items():
+      with open(f'/etc/{name}', 'w') as file:
+        file.write(text)
+
+  def fork(self) -> int:
+    self.gid = os.getegid()
+    flags = linux.NEWPID | linux.NEWNS
+    return linux.fork_into(flags | linux.NEWUSER if self.tier == 'userns' else flags)
+
+  def prepare(self):
+    if self.tier == 'userns':
+      self._map_user(JOB_UID)
+    linux.set_dumpable(False)  # the job cannot open this process's memory, descriptors or environment
+    linux.mount('box', '/box', 'tmpfs', linux.MS_NOSUID | linux.MS_NODEV, 'mode=0755')
+    for name, mode, paths in (('work', 0o755, ()), ('home', 0o755, ()), ('tmp', 0o777, ('/tmp', '/var/tmp')),
+                              ('shm', 0o777, ('/dev/shm',))):
+      os.mkdir(f'/box/{name}')
+      os.chmod(f'/box/{name}', mode)
+      if self.tier == 'root':
+        os.chown(f'/box/{name}', self.uid, self.uid)
+      for path in paths:
+        linux.mount(f'/box/{name}', path, None, linux.MS_BIND)
+    linux.mount('proc', '/proc', 'proc', linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
+
+  def begin(self, limits: dict):
+    size = f'size={int(limits["disk_mb"] * 2**20)},nr_inodes={inode_limit(limits["disk_mb"])}'
+    linux.mount('box', '/box', 'tmpfs', linux.MS_REMOUNT | linux.MS_NOSUID | linux.MS_NODEV, size)
+
+  def owner(self) -> int | None:
+    return self.uid if self.tier == 'root' else None
+
+  def confine(self, limits: dict):
+    set_limits(limits, limits['pids'] + (self.tier == 'userns'))  # there the keeper counts as one
+    if self.tier == 'root':
+      become(self.uid)
+    linux.drop_capabilities()
+    linux.install_filter(sockets=True, metadata=True)
+
+  def processes(self) -> list[int]:
+    return [int(name) for name in os.listdir('/proc') if name.isdigit() and name != '1']
+
+  def disk_bytes(self, limits: dict) -> float:
+    return 0.0  # the tmpfs holds its own size
+
+  def kill_all(self):
+    try:
+      os.kill(-1, signal.SIGKILL)  # from process 1: everything in the namespace but itself
+    except ProcessLookupError:
+      return
+
+  def kill_orphans(self):
+    """What is left when a keeper died: nothing, for process 1 takes its namespace along."""
+
+  def clean(self):
+    """The mounts end with the keeper."""
+
+
+class Landlocked:
+  """Tiers `uid` and `landlock`, where the host grants no namespace: the host's files, behind Landlock and seccomp.
+
+  `uid`: root; jobs run as a spare uid with no sockets at all, and are killed by uid. `landlock`: an ordinary user;
+  jobs keep its uid, and signal scoping keeps them from everything else of that user.
+  """
+
+  def __init__(self, tier: str, readable: list):
+    self.tier, self.readable = tier, [real for _, real in readable]
+    self.work = self.home = self.temporary = None
+
+  def enter(self):
+    linux.become_subreaper()
+    if linux.landlock_abi() < (1 if self.tier == 'uid' else 6):
+      raise OSError(errno.ENOSYS, f'landlock: version {linux.landlock_abi()} is too old for tier {self.tier}')
+    if (self.tier == 'uid') != (os.geteuid() == 0):
+      raise OSError(errno.EPERM, f'tier {self.tier}: this process has uid {os.geteuid()}')
+    _sweep_folders()
+    if self.tier == 'uid':
+      self.uid, self._lock = claim_uid()
+      self.kill_all()  # of a worker that had this uid and was killed with its keeper
+
+  def fork(self) -> int:
+    return os.fork()
+
+  def prepare(self):
+    linux.become_subreaper()
+    linux.set_dumpable(False)
+    self.work, self._folder = _new_folder()
+    self.home = self.temporary = self.work
+    if self.tier == 'uid':
+      os.chown(self.work, self.uid, self.uid)
+    else:
+      linux.scope_signals()
+
+  def begin(self, limits: dict):
+    self._device = os.stat(self.work).st_dev
+
+  def owner(self) -> int | None:
+    return self.uid if self.tier == 'uid' else None
+
+  def confine(self, limits: dict):
+    extra = 0 if self.tier == 'uid' else _threads_of(os.getuid())
+    set_limits(limits, limits['pids'] + extra)
+    if self.tier == 'uid':
+      become(self.uid)
+    linux.restrict_paths([*SYSTEM, *self.readable, *(f'/etc/{name}' for name in ETC_COPIES), '/etc/passwd'],
+                         [f'/dev/{name}' for name in DEVICES], [self.work])
+    linux.drop_capabilities()
+    linux.install_filter(sockets=False, metadata=self.tier == 'uid')
+
+  def processes(self) -> list[int]:
+    found, todo = [], [os.getpid()]
+    while todo:
+      children = _children(todo.pop())
+      found += children
+      todo += children
+    return found
+
+  def disk_bytes(self, limits: dict) -> float:
+    """Bytes in the work folder and in unlinked files still held open; infinite where that cannot be counted.
+
+    Which is: past the inode limit, below a path that is too long, in a folder that the job shut to its owner.
+    """
+    most = inode_limit(limits['disk_mb'])
+    total, count, todo = 0, 0, [self.work]
+    while todo:
+      try:
+        with os.scandir(todo.pop()) as entries:
+          for entry in entries:
+            status = entry.stat(follow_symlinks=False)
+            total, count = total + status.st_blocks * 512, count + 1
+            if stat.S_ISDIR(status.st_mode):
+              todo.append(entry.path)
+            if count > most:
+              return float('inf')
+      except FileNotFoundError:
+        continue  # gone since it was listed
+      except OSError:
+        return float('inf')
+    return total + self._unlinked_bytes()
+
+  def _unlinked_bytes(self) -> int:
+    sizes = {}
+    for pid in self.processes():
+      try:
+        for name in os.listdir(f'/proc/{pid}/fd'):
+          status = os.stat(f'/proc/{pid}/fd/{name}')
+          if status.st_nlink == 0 and status.st_dev == self._device:
+            sizes[status.st_ino] = status.st_blocks * 512
+      except (FileNotFoundError, ProcessLookupError):
+        continue  # ended since it was listed
+    return sum(sizes.values())
+
+  def kill_all(self):
+    if self.tier == 'uid':
+      killer = os.fork()
+      if not killer:
+        try:
+          become(self.uid)
+          os.kill(-1, signal.SIGKILL)
+        finally:
+          os._exit(0)
+      os.waitpid(killer, 0)
+      return
+    try:
+      os.kill(-1, signal.SIGKILL)  # reaches only this keeper's Landlock domain, which `prepare` has entered
+    except (ProcessLookupError, PermissionError):
+      return
+
+  def kill_orphans(self):
+    """In the worker, when a keeper died: its job's processes are this process's children now."""
+    if self.tier == 'uid':
+      self.kill_all()
+    kill_tree(self.processes)
+
+  def clean(self):
+    erase(self.work)
+
+
+class Bare(Landlocked):
+  """Tier `none`: limits and a kill of all descendants, and no isolation whatever."""
+
+  def enter(self):
+    linux.become_subreaper()
+    _sweep_folders()
+
+  def prepare(self):
+    linux.become_subreaper()
+    self.work, self._folder = _new_folder()
+    self.home = self.temporary = self.work
+
+  def owner(self) -> None:
+    return None
+
+  def confine(self, limits: dict):
+    set_limits(limits, None)
+    linux.prctl(38, 1)  # no_new_privs
+
+  def kill_all(self):
+    kill_tree(self.processes)
+
+
+JAILS = {'userns': Namespaced, 'root': Namespaced, 'uid': Landlocked, 'landlock': Landlocked, 'none': Bare}
+
+
+def kill_tree(processes):
+  """Kills what `processes()` lists until it lists nothing; dead children are waited for on the way."""
+  while found := processes():
+    for pid in found:
+      try:
+        os.kill(pid, signal.SIGKILL)
+      except ProcessLookupError:
+        continue
+    try:
+      while os.waitpid(-1, os.WNOHANG)[0]:
+        continue
+    except ChildProcessError:
+      return
+
+
+def _share(host: str, path: str):
+  """Binds one of the host's folders at the same path, read-only; links are copied as links."""
+  source = host + path
+  if os.path.islink(source):
+    if not os.path.lexists(path):
+      os.symlink(os.readlink(source), path)
+  elif os.path.isdir(source) and not os.path.isdir(path):
+    os.makedirs(path)
+    linux.mount(source, path, None, linux.MS_BIND | linux.MS_REC)
+    linux.set_mount_attributes(path, linux.ATTR_RDONLY | linux.ATTR_NOSUID | linux.ATTR_NODEV)
+
+
+def _raise_loopback():
+  """Gives the network namespace its 127.0.0.1."""
+  with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+    fcntl.ioctl(any_socket, 0x8914, struct.pack('16sH14x', b'lo', 0x41))  # SIOCSIFFLAGS, up and running
+
+
+def _new_folder() -> tuple[str, int]:
+  """A private folder, and the descriptor whose lock says that its keeper lives."""
+  name = os.urandom(8).hex()
+  fresh, path = f'/tmp/.ptjax-{name}', f'{FOLDERS}{name}'
+  os.mkdir(fresh, 0o700)
+  lock = _lock_folder(fresh)
+  os.rename(fresh, path)  # only now may a sweep see it
+  return path, lock
+
+
+def _lock_folder(path: str) -> int:
+  descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+  fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  return descriptor
+
+
+def _sweep_folders():
+  """Removes the folders of keepers that were killed before they could."""
+  for name in os.listdir(os.path.dirname(FOLDERS)):
+    path = os.path.join(os.path.dirname(FOLDERS), name)
+    if path.startswith(FOLDERS):
+      try:
+        os.close(_lock_folder(path))
+        erase(path)
+      except OSError:
+        continue  # in use, another user's, or gone
+
+
+def _children(pid: int) -> list[int]:
+  found = []
+  try:
+    for thread in os.listdir(f'/proc/{pid}/task'):
+      with open(f'/proc/{pid}/task/{thread}/children') as file:
+        found += [int(word) for word in file.read().split()]
+  except (FileNotFoundError, ProcessLookupError):
+    return found  # ended since it was listed
+  return found
+
+
+def _threads_of(uid: int) -> int:
+  """Threads that this user runs on the host, which the kernel counts against a job's own limit."""
+  count = 0
+  for name in os.listdir('/proc'):
+    try:
+      if name.isdigit() and os.stat(f'/proc/{name}').st_uid == uid:
+        count += len(os.listdir(f'/proc/{name}/task'))
+    except OSError:
+      continue  # ended since it was listed
+  return count
+
+
+def erase(top: str):
+  """Removes a hostile tree of any depth: sub-folders are moved up and emptied one by one, through no link."""
+  folder = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+  moved = 0
+  while names := os.listdir(folder):
+    for name in names:
+      if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+        os.unlink(name, dir_fd=folder)
+        continue
+      os.chmod(name, 0o700, dir_fd=folder)
+      inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+      for below in os.listdir(inner):
+        if stat.S_ISDIR(os.stat(below, dir_fd=inner, follow_symlinks=False).st_mode):
+          os.chmod(below, 0o700, dir_fd=inner)
+        moved += 1
+        os.rename(below, f'.erase-{moved}-{os.urandom(4).hex()}', src_dir_fd=inner, dst_dir_fd=folder)
+      os.close(inner)
+      os.rmdir(name, dir_fd=folder)
+  os.close(folder)
+  os.rmdir(top)

@@ -1,0 +1,339 @@
+"""Keeps one job: receives it, starts it shut in, watches its limits, kills all of it, and reports how it ended.
+
+Runs inside the zygote only (standard library, no import of ptjax), in the job's own namespaces but out of its reach.
+Refuses to report before every process of the job is dead.
+"""
+
+import _sitebuiltins
+import atexit
+import builtins
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import stat
+import struct
+import sys
+import threading
+import time
+import types
+
+import jail as jails
+import linux
+
+POLL_S = 0.02  # between two looks at memory, cpu time and disk; bounds how far past a limit a job can get
+SLOW_LOOKS = 5  # every so many looks the costly ones: files, shared memory
+TICKS_PER_S = os.sysconf('SC_CLK_TCK')
+WARM_PYTHON = 'warm-python'
+PATH = '/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin'
+REASONS = {b't': 'time', b'o': 'output', b'k': ''}  # what the trainer may ask to end a job for
+
+
+def send_message(control: socket.socket, message: dict, *blobs: bytes):
+  text = json.dumps(message).encode()
+  control.sendall(b''.join([struct.pack('>I', len(text)), text, *blobs]))
+
+
+def receive_exactly(control: socket.socket, size: int) -> bytes:
+  parts = bytearray()
+  while len(parts) < size:
+    part = control.recv(min(size - len(parts), 1 << 20))
+    if not part:
+      raise EOFError('the trainer is gone')
+    parts += part
+  return bytes(parts)
+
+
+def receive_request(control: socket.socket) -> tuple[dict, list[int], dict[str, bytes]]:
+  """The next job: what to run, its open descriptors and its files. Raises EOFError when there will be none."""
+  head, descriptors, _, _ = socket.recv_fds(control, 4, 4)
+  if not head:
+    raise EOFError('the trainer is gone')
+  head += receive_exactly(control, 4 - len(head))
+  request = json.loads(receive_exactly(control, struct.unpack('>I', head)[0]))
+  return request, descriptors, {name: receive_exactly(control, size) for name, size in request['files']}
+
+
+def serve(control: socket.socket, jail):
+  """One job from its wait to its report; returns when nothing of it is left but this process's own namespaces."""
+  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)  # process 1 is deaf to what it does not handle
+  jail.prepare()
+  try:
+    send_message(control, {'ready': True})
+    request, descriptors, files = receive_request(control)
+    jail.begin(request['limits'])
+    put_files(jail, files)
+    ended = Watch(control, jail, request, descriptors).run()
+    contents = collect_files(jail.work, request['collect'], int(request['limits']['disk_mb'] * 2**20))
+    ended['files'] = [[name, len(content)] for name, content in contents.items()]
+    send_message(control, {'ended': ended}, *contents.values())
+  except (EOFError, BrokenPipeError, ConnectionResetError):
+    return  # nobody is left to report to
+  finally:
+    jail.kill_all()
+    jails.reap_all()
+    jail.clean()
+
+
+def put_files(jail, files: dict[str, bytes]):
+  owner = jail.owner()
+  for name, content in files.items():
+    path = jail.work
+    for part in os.path.dirname(name).split('/'):
+      path = os.path.join(path, part)
+      if not os.path.isdir(path):
+        os.mkdir(path)
+        if owner is not None:
+          os.chown(path, owner, owner)
+    with open(os.path.join(jail.work, name), 'wb') as file:
+      file.write(content)
+      os.fchmod(file.fileno(), 0o755)
+      if owner is not None:
+        os.fchown(file.fileno(), owner, owner)
+
+
+def collect_files(work: str, names: list[str], most: int) -> dict[str, bytes]:
+  """Those of `names` that are regular files below `work`, reached through no link, until `most` bytes are full."""
+  found, folder = {}, os.open(work, os.O_RDONLY | os.O_DIRECTORY)
+  for name in names:
+    try:
+      descriptor = linux.open_beneath(folder, name)
+    except OSError:
+      continue  # not there, or a link
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+      with open(os.dup(descriptor), 'rb') as file:
+        content = file.read(max(0, most) + 1)
+      most -= len(content)
+      if most >= 0:
+        found[name] = content
+    os.close(descriptor)
+  os.close(folder)
+  return found
+
+
+class Watch:
+  """The job while it runs."""
+
+  def __init__(self, control: socket.socket, jail, request: dict, descriptors: list[int]):
+    self.control, self.jail, self.request, self.descriptors = control, jail, request, descriptors
+    self.limits = request['limits']
+    self.cpu_s = self.peak_bytes = 0.0
+    self.status = None
+    self._looks, self._own_ticks = 0, {}
+
+  def run(self) -> dict:
+    """Starts the job, waits for its end or the first limit, kills all of it, and says how it was."""
+    self.main = self._start()
+    started = time.monotonic()
+    reason = self._wait(started + self.limits['wall_s'])
+    wall_s = time.monotonic() - started
+    self.jail.kill_all()
+    self._reap(0)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    self.cpu_s = max(self.cpu_s, used.ru_utime + used.ru_stime)
+    code = os.waitstatus_to_exitcode(self.status) if self.status is not None else -signal.SIGKILL
+    if reason is None and code in (-signal.SIGKILL, -signal.SIGXCPU) and self.cpu_s >= self.limits['cpu_s']:
+      reason = 'cpu'
+    return {'verdict': f'limit:{reason}' if reason else 'contained', 'returncode': code, 'wall_s': wall_s,
+            'cpu_s': self.cpu_s, 'peak_memory_bytes': int(max(self.peak_bytes, used.ru_maxrss * 1024))}
+
+  def _start(self) -> int:
+    """The pid of the job's first process. Raises RuntimeError when it could not be shut in."""
+    told, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+      try:
+        become_job(self.jail, self.request, self.descriptors, tell)
+      except BaseException as error:  # this process must never return into the keeper's code
+        os.write(tell, f'{type(error).__name__}: {error}'.encode()[:4000])
+      finally:
+        os._exit(126)
+    os.close(tell)
+    for descriptor in self.descriptors:
+      os.close(descriptor)
+    with open(told, 'rb') as pipe:
+      failure = pipe.read()
+    if failure:
+      raise RuntimeError(f'could not shut the job in: {failure.decode(errors="replace")}')
+    return pid
+
+  def _wait(self, deadline: float) -> str | None:
+    """None when the first process ended by itself, else the limit that was reached ('' when told to stop)."""
+    poll = select.poll()
+    main = os.pidfd_open(self.main)
+    poll.register(main, select.POLLIN)
+    poll.register(self.control, select.POLLIN)
+    while True:
+      left = deadline - time.monotonic()
+      if left <= 0:
+        return 'time'
+      ready = {descriptor for descriptor, _ in poll.poll(max(1, min(left, POLL_S) * 1000))}
+      if self.control.fileno() in ready:
+        order = self.control.recv(1)
+        if not order:
+          raise EOFError('the trainer is gone')
+        return REASONS[order]
+      self._reap(os.WNOHANG)
+      if self.status is not None or main in ready:
+        return None
+      reason = self._over_limit()
+      if reason:
+        return reason
+
+  def _reap(self, flags: int):
+    try:
+      while True:
+        pid, status = os.waitpid(-1, flags)
+        if pid == self.main:
+          self.status = status
+        if pid == 0:
+          return
+    except ChildProcessError:
+      return
+
+  def _over_limit(self) -> str | None:
+    """The limit that the job is over, of those that no kernel counts for all of its processes together."""
+    self._looks += 1
+    slow = self._looks % SLOW_LOOKS == 0
+    anon_kb = shared_kb = threads = ticks = 0
+    zero_kb = {}
+    for pid in self.jail.processes():
+      try:
+        fields, (own, waited) = read_status(pid), read_ticks(pid)
+        if slow:
+          zero_kb |= {inode: max(size, zero_kb.get(inode, 0)) for inode, size in read_zero_maps(pid).items()}
+      except (FileNotFoundError, ProcessLookupError):
+        continue  # ended since it was listed
+      anon_kb += fields.get('RssAnon', 0) + fields.get('VmSwap', 0)
+      shared_kb += fields.get('RssShmem', 0)
+      threads += fields['Threads']
+      ticks += own + waited
+      self._own_ticks[pid] = own
+    memory_kb = anon_kb + max(shared_kb, sum(zero_kb.values()))
+    self.peak_bytes = max(self.peak_bytes, memory_kb * 1024)
+    self._count_cpu(ticks)
+    over = {'memory': memory_kb > self.limits['memory_mb'] * 1024, 'cpu': self.cpu_s > self.limits['cpu_s'],
+            'pids': threads > self.limits['pids'],
+            'disk': slow and self.jail.disk_bytes(self.limits) > self.limits['disk_mb'] * 2**20}
+    return next((name for name, is_over in over.items() if is_over), None)
+
+  def _count_cpu(self, live_ticks: int):
+    """CPU time both ways: with children that were waited for, and with those that were seen and that nobody did."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seen_s = sum(self._own_ticks.values()) / TICKS_PER_S
+    self.cpu_s = max(self.cpu_s, seen_s, live_ticks / TICKS_PER_S + used.ru_utime + used.ru_stime)
+
+
+def read_status(pid: int) -> dict[str, int]:
+  """The numbers in a process's status; memory in kB. Raises OSError when it has ended."""
+  with open(f'/proc/{pid}/status', errors='replace') as file:
+    pairs = (line.split(':', 1) for line in file)
+    return {name: int(text.split()[0]) for name, text in pairs if name == 'Threads' or name.startswith(('Rss', 'VmS'))}
+
+
+def read_ticks(pid: int) -> tuple[int, int]:
+  """CPU time of a process, and of its children that it has waited for."""
+  with open(f'/proc/{pid}/stat', 'rb') as file:
+    times = [int(word) for word in file.read().rpartition(b')')[2].split()[11:15]]
+  return times[0] + times[1], times[2] + times[3]
+
+
+def read_zero_maps(pid: int) -> dict[bytes, int]:
+  """Anonymous shared memory by its inode, in kB: all that was mapped, for touched pages can be hidden from the rest."""
+  sizes = {}
+  with open(f'/proc/{pid}/maps', 'rb') as file:
+    for line in file:
+      if line.rstrip().endswith(b'/dev/zero (deleted)'):
+        area, _, _, _, inode = line.split()[:5]
+        first, last = (int(edge, 16) for edge in area.split(b'-'))
+        sizes[inode] = sizes.get(inode, 0) + (last - first >> 10)
+  return sizes
+
+
+def become_job(jail, request: dict, descriptors: list[int], tell: int):
+  """Turns this fresh process into the job. Returns only by an exception, and only before the job's code has run."""
+  os.setsid()
+  kept = os.dup2(tell, 250, inheritable=False)
+  # Duplicates first, out of the way of the targets.
+  copies = [os.dup2(descriptor, 240 + i, inheritable=False) for i, descriptor in enumerate(descriptors)]
+  for target, descriptor in enumerate(copies):
+    os.dup2(descriptor, target)
+  os.closerange(len(copies), kept)
+  os.closerange(kept + 1, 1 << 12)
+  os.chdir(jail.work)
+  linux.set_dumpable(True)  # not the keeper's secret any more: the job may read its own /proc/self
+  raise_oom_score()
+  environment = {'PATH': PATH, 'HOME': jail.home, 'TMPDIR': jail.temporary, 'LANG': 'C.UTF-8', **request['env']}
+  jail.confine(request['limits'])
+  for number in range(1, signal.NSIG):
+    if number not in (signal.SIGKILL, signal.SIGSTOP, 32, 33):
+      signal.signal(number, signal.SIG_DFL)
+  signal.pthread_sigmask(signal.SIG_SETMASK, [])
+  argv = request['argv']
+  if argv[0] == WARM_PYTHON:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.close(kept)
+    run_warm(argv[1:])
+  try:
+    os.execvpe(argv[0], argv, environment)
+  except OSError as error:
+    os.write(2, f'cannot execute {argv[0]!r}: {error.strerror}\n'.encode())
+    os._exit(127)
+
+
+def raise_oom_score():
+  """Makes the job the kernel's first choice when the whole host is out of memory."""
+  try:
+    with open('/proc/self/oom_score_adj', 'w') as file:
+      file.write('1000')
+  except OSError:
+    return  # a host that shows no such file: the keeper's own limit is what counts
+
+
+def run_warm(arguments: list[str]):
+  """Runs a program as this process's `__main__`, the way `python -I -S` does, and exits with its status."""
+  signal.signal(signal.SIGINT, signal.default_int_handler)
+  signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+  for name in ('linux', 'jail', 'keeper'):
+    sys.modules.pop(name, None)
+  for name in ('exit', 'quit'):  # which a plain program expects, and only `site` would bring
+    setattr(builtins, name, _sitebuiltins.Quitter(name, 'Ctrl-D'))
+  main = types.ModuleType('__main__')
+  main.__builtins__ = builtins
+  sys.modules['__main__'] = main
+  status = 0
+  try:
+    if arguments[:1] == ['-c']:
+      sys.argv, name, source = ['-c', *arguments[2:]], '<string>', arguments[1]
+    else:
+      sys.argv, name = arguments, arguments[0]
+      main.__file__ = name
+      with open(name, 'rb') as file:
+        source = file.read()
+    exec(compile(source, name, 'exec'), main.__dict__)
+  except SystemExit as error:
+    status = error.code
+  except BaseException as error:
+    below = error.__traceback__.tb_next  # without this function's own frame
+    sys.excepthook(type(error), error.with_traceback(below), below)
+    status = 1
+  finish_warm(status)
+
+
+def finish_warm(status):
+  """What the interpreter does at its end, then the end."""
+  if status is not None and not isinstance(status, int):
+    print(status, file=sys.stderr)
+    status = 1
+  threading._shutdown()
+  atexit._run_exitfuncs()
+  for stream in (sys.stdout, sys.stderr):
+    try:
+      stream.flush()
+    except (OSError, ValueError):
+      status = status or 120  # closed by the program or by its reader
+  os._exit((status or 0) & 0xFF)

@@ -1,0 +1,62 @@
+"""LoRA starts as the identity, merges to what it computes, and trains nothing else."""
+
+from absl.testing import absltest
+from flax import nnx
+import jax
+import numpy as np
+
+from ptjax.models import adapters
+from ptjax.models import attention
+from ptjax.models import families
+from ptjax.models import transformer
+
+CONFIG = families.ModelConfig(**families.RANDOM_SIZES['tiny'])
+STATE = nnx.split(transformer.Transformer(CONFIG, nnx.Rngs(0)))[1]
+TOKEN = np.array([[5, 6, 7, 8]], np.int32)
+POSITION = np.array([[0, 1, 2, 3]], np.int32)
+MASK = attention.tree_mask(np.ones((1, 4), np.int32), np.zeros((1, 4), np.int32))
+
+
+def logits(graphdef, *states):
+  model = nnx.merge(graphdef, *states)
+  return np.asarray(model.logits(model.hidden(TOKEN, POSITION, MASK)))
+
+
+class AdaptersTest(absltest.TestCase):
+
+  def test_starts_equal_to_the_base(self):
+    graphdef, trainable, frozen = adapters.split(CONFIG, STATE, rank=4)
+    plain = adapters.graphdef_of(CONFIG)
+    np.testing.assert_array_equal(logits(graphdef, trainable, frozen), logits(plain, STATE))
+    jax.tree.map(np.testing.assert_array_equal, adapters.merge(graphdef, trainable, frozen), STATE)
+
+  def test_merge_equals_what_the_adapter_computes(self):
+    graphdef, trainable, frozen = adapters.split(CONFIG, STATE, rank=4, alpha=8.0)
+    trainable = jax.tree.map(lambda x: x + 0.05 * jax.random.normal(jax.random.key(1), x.shape), trainable)
+    merged = adapters.merge(graphdef, trainable, frozen)
+    got = logits(adapters.graphdef_of(CONFIG), merged)
+    np.testing.assert_allclose(got, logits(graphdef, trainable, frozen), atol=2e-5)
+    self.assertGreater(np.abs(got - logits(adapters.graphdef_of(CONFIG), STATE)).max(), 0.01)
+
+  def test_merge_by_hand(self):
+    # scale = alpha / rank = 2; w + 2 * a @ b on the first layer of one projection.
+    graphdef, trainable, frozen = adapters.split(CONFIG, STATE, rank=1, alpha=2.0, targets=('up',))
+    paths = [path for path, _ in nnx.to_flat_state(trainable)]
+    self.assertEqual(paths, [('layers', 'mlp', 'up', 'lora_a'), ('layers', 'mlp', 'up', 'lora_b')])
+    trainable = jax.tree.map(lambda x: 0 * x + 0.5, trainable)
+    merged = dict(nnx.to_flat_state(adapters.merge(graphdef, trainable, frozen)))
+    path = ('layers', 'mlp', 'up', 'w')
+    np.testing.assert_allclose(merged[path][...], dict(nnx.to_flat_state(STATE))[path][...] + 2 * 0.25, rtol=1e-6)
+
+  def test_rank_0_trains_everything(self):
+    graphdef, trainable, frozen = adapters.split(CONFIG, STATE, rank=0)
+    self.assertEmpty(jax.tree.leaves(frozen))
+    jax.tree.map(np.testing.assert_array_equal, adapters.merge(graphdef, trainable, frozen), STATE)
+
+  def test_unknown_target(self):
+    with self.assertRaisesRegex(ValueError, r"\['head'\] are unknown; known: \('q', 'k'"):
+      adapters.split(CONFIG, STATE, rank=4, targets=('q', 'head'))
+
+
+if __name__ == '__main__':
+  absltest.main()

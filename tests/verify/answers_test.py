@@ -1,0 +1,66 @@
+"""Answers are taken where the model states them last, in the asked form or in chat."""
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from ptjax.verify import answers
+
+
+class ExtractTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ('Answer: 42', '42', True),
+      ('Answer: 42.', '42', True),
+      ('**Answer: 1,234**', '1234', True),
+      ('First Answer: 3, no.\nAnswer: -7', '-7', True),
+      ('answer: 12 apples', '12', False),
+      ('Answer: 3 * 4 = 12', '12', False),
+      ('Answer: 12 since 3 times 4', '12', False),
+      ('The answer is 12.', '12', False),
+      ('The result of 3 times 4 is 12.', '12', False),
+      (r'so \boxed{5} apples in 3 bags', '5', True),
+      ('It is 1,2', '2', False),
+      ('12-5', '5', False),
+      ('7 - 12 = -5', '-5', False),
+      ('that makes −5', '-5', False),
+      ('0.50 or 1/2', '1/2', False),
+      ('It appears two times.', '2', False),
+      ('It appears once', '1', False),
+      ('12,345,678 people', '12345678', False),
+      ('There is no such thing', None, False),
+      ('Answer:', None, False),
+      ('', None, False),
+  )
+  def test_number(self, text, answer, format_ok):
+    self.assertEqual(answers.extract(text, 'number'), (answer, format_ok))
+
+  @parameterized.parameters(
+      ('Answer: nus', 'nus', True),
+      ('Answer: "nus".', 'nus', True),
+      ("The word 'sun' spelled backward is 'nus'.", 'nus', False),
+      ('sun -> nus', 'nus', False),
+      ('Answer: The reverse of sun is nus', 'nus', False),
+      ('!!', None, False),
+  )
+  def test_word(self, text, answer, format_ok):
+    self.assertEqual(answers.extract(text, 'word'), (answer, format_ok))
+
+  @parameterized.parameters(
+      ('Answer: 1 0\n0 1\n', '1 0\n0 1', True),
+      (' up right ', 'up right', False),
+      ('', None, False),
+  )
+  def test_text(self, text, answer, format_ok):
+    self.assertEqual(answers.extract(text, 'text'), (answer, format_ok))
+
+  def test_unclosed_box_is_none(self):
+    self.assertIsNone(answers.last_box(r'\boxed{1} then \boxed{\frac{1}{2}'))
+    self.assertEqual(answers.last_box(r'\boxed{\frac{1}{2}} x'), r'\frac{1}{2}')
+
+  def test_unknown_kind(self):
+    with self.assertRaisesRegex(ValueError, "'letter' is not one of"):
+      answers.extract('a', 'letter')
+
+
+if __name__ == '__main__':
+  absltest.main()

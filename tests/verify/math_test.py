@@ -1,0 +1,55 @@
+r"""math: every case of tests/data/math.json, and more of the same kinds."""
+
+import json
+import pathlib
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from ptjax import types
+from ptjax.verify import math
+
+_CASES = json.loads((pathlib.Path(__file__).parents[1] / 'data' / 'math.json').read_text())
+
+
+def verify(gold, text):
+  return math.verify(types.Task('t', 'd', (), 'math', gold), text)
+
+
+class CasesTest(parameterized.TestCase):
+
+  @parameterized.named_parameters((f'{c["category"]}_{c["id"]}', c) for c in _CASES)
+  def test_case(self, case):
+    verdict = verify(case['gold'], case['answer'])
+    self.assertEqual(verdict.status == 'pass', case['expected'], f'{case["why"]}: {verdict}')
+
+  @parameterized.parameters(
+      ('1234', r'1{,}234', True), ('1234', r'\$1,234.00', True), ('5', '5 cm', True), ('42', '+42', True),
+      (r'\frac{1}{\sqrt{2}}', r'\frac{\sqrt{2}}{2}', True), (r'\sqrt{x^2}', '|x|', True), (r'\pi', '3.14159', False),
+      ('10^{20}', '100000000000000000001', False), ('0.1', '0.10000000000000001', False),
+      (r'(-\infty,2)\cup(3,\infty)', r'(3,\infty)\cup(-\infty,2)', True), ('(1,2)', '(2,1)', False),
+      ('1,2', r'1 \text{ and } 2', True), ('42', r'42 \text{ or } 43', False), ('42', '1, 42', False),
+      ('1010_2', '10', True), ('1010_2', '1010_2', True), ('1011_2', '10', False), (r'3\frac{1}{2}', '3.5', True),
+      ('3\\times 10^{8}', '3e8', True), ('x^2-1', '(x-1)(x+1)', True), ('3+4i', '3-4i', False), ('2x', 'x', False),
+      (r'\text{(B)}', 'C', False), (r'\binom{5}{2}', '10', True), ('5!', '121', False),
+  )
+  def test_boxed(self, gold, answer, right):
+    verdict = verify(gold, f'Therefore $\\boxed{{{answer}}}$.')
+    self.assertEqual(verdict.status, 'pass' if right else 'fail', verdict)
+
+  @parameterized.parameters(
+      ('I think \\boxed{3}. Answer: 4', '4', True), ('Answer: 4, so \\boxed{3}', '3', True),
+      ('#### 1,234', '1,234', True), ('The answer is 42 apples.', '42', False), ('It is $x=3$.', 'x=3', False),
+      ('That makes 12.', '12', False), ('\\boxed{7', None, False), ('nothing', None, False),
+      ('Answer: 4', '4', True),
+  )
+  def test_extract(self, text, answer, format_ok):
+    self.assertEqual(math.extract(text), (answer, format_ok))
+
+  def test_a_killed_worker_is_replaced(self):
+    self.assertEqual(verify('1', r'\boxed{100000000!}').status, 'timeout')
+    self.assertEqual(verify('1', r'\boxed{2^{0}}').status, 'pass')
+
+
+if __name__ == '__main__':
+  absltest.main()
