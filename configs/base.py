@@ -35,10 +35,10 @@ def get_config() -> config_dict.ConfigDict:
       rerun_changed=False,  # sets a finished stage of another config aside and runs it again
   )
 
-  c.sft = _stage(steps=60, lr=1e-3, rows=4)
+  c.sft = _stage(steps=60, lr=1e-3, rows=2)
   c.sft.examples = 16  # demonstrations per step
   c.sft.data = ''  # JSONL of conversations or prompt/completion; empty: the tasks' own demonstrations
-  c.dpo = _stage(steps=12, lr=1e-4, rows=4)
+  c.dpo = _stage(steps=12, lr=1e-4, rows=2)
   c.dpo.examples = 16  # pairs per step
   c.dpo.data = ''  # JSONL of prompt/chosen/rejected; empty: the parent's own samples, labelled by the verifiers
   c.dpo.loss = 'dpo'  # a row of learn.losses.PREFERENCE_LOSSES
@@ -48,7 +48,7 @@ def get_config() -> config_dict.ConfigDict:
   c.dpo.samples_per_task = 4
   c.dpo.temperature = 1.0  # of those samples
   c.dpo.pairs_per_task = 2  # at most
-  c.rl = _stage(steps=40, lr=2e-4, rows=4)
+  c.rl = _stage(steps=40, lr=2e-4, rows=2)
   c.rl.tasks_per_step = 8  # U
   c.rl.rollouts_per_task = 8  # R
   c.rl.temperature = 1.0
@@ -59,7 +59,7 @@ def get_config() -> config_dict.ConfigDict:
   c.rl.clip_low = 0.2  # ratio may fall to 1 - clip_low
   c.rl.clip_high = 0.28  # and rise to 1 + clip_high
   c.rl.aggregation = 'token_mean'  # a row of learn.policy_losses.AGGREGATIONS
-  c.rl.kl = 'k3'  # a row of learn.policy_losses.KL_ESTIMATORS
+  c.rl.kl = 'k3_ratio'  # a row of learn.policy_losses.KL_ESTIMATORS
   c.rl.kl_coef = 0.01
   c.rl.updates_per_step = 1  # optimizer steps taken on each step's rollouts
   c.curriculum = _dict(

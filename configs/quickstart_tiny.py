@@ -18,7 +18,7 @@ def get_config():
     stage.steps, stage.rows, stage.seq_len, stage.loss_tokens, stage.lora_rank = 4, 8, 256, 192, 4
   config.sft.steps, config.sft.lr, config.sft.lora_rank = 60, 3e-3, 0  # enough to state an answer at all
   config.sft.examples = config.dpo.examples = 8
-  config.dpo.sample_tasks, config.dpo.samples_per_task = 12, 4
+  config.dpo.sample_tasks, config.dpo.samples_per_task = 72, 4
   config.rl.tasks_per_step, config.rl.rollouts_per_task, config.rl.max_tokens = 4, 4, 12
   config.eval.tasks_per_domain, config.eval.max_tokens = 6, 12
   config.sampler.slots = 8

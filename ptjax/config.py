@@ -160,19 +160,24 @@ def _crossed(config, device_count: int) -> Iterator[tuple[str, str]]:
   if config.curriculum.lower_at >= config.curriculum.raise_at:
     yield (f'curriculum.lower_at = {config.curriculum.lower_at}: must be below curriculum.raise_at = '
            f'{config.curriculum.raise_at}', '--config.curriculum.lower_at=0.1')
-  yield from _tasks(config.tasks, config.curriculum)
+  yield from _tasks(config)
   for name in ('tasks.path', 'tasks.heldout_path', 'sft.data', 'dpo.data'):
     path = dict(leaves(config))[name]
     if path and not os.path.exists(path):
       yield f'{name} = {path!r}: no such file', f'--config.{name}=FILE.jsonl'
 
 
-def _tasks(tasks, curriculum) -> Iterator[tuple[str, str]]:
+def _tasks(config) -> Iterator[tuple[str, str]]:
+  tasks, curriculum = config.tasks, config.curriculum
   if bool(tasks.path) != bool(tasks.heldout_path):
     yield ('tasks.path and tasks.heldout_path: give both or neither, since what is trained on cannot be held out',
            '--config.tasks.heldout_path=FILE.jsonl')
-  if not tasks.path and not _distinct(tasks.domains):
-    yield f'tasks.domains = {tasks.domains!r}: must be distinct and at least one', "--config.tasks.domains=\"('gcd',)\""
+  own = [stage for stage in config.pipeline.stages if stage == 'rl' or not config[stage].data]
+  if len(set(tasks.domains)) < len(tasks.domains):
+    yield f'tasks.domains = {tasks.domains!r}: must be distinct', "--config.tasks.domains=\"('gcd',)\""
+  if own and not tasks.path and not tasks.domains:
+    yield (f'tasks.domains = (): stages {own} take their data from tasks, and there are none',
+           "--config.tasks.domains=\"('gcd',)\", or --config.tasks.path and --config.tasks.heldout_path")
   if tasks.weights and (len(tasks.weights) != len(tasks.domains) or min(tasks.weights) <= 0):
     yield (f'tasks.weights = {tasks.weights!r}: must be empty, or one number > 0 for each of {tasks.domains!r}',
            '--config.tasks.weights="()"')

@@ -6,6 +6,7 @@ the source itself, or a finished stage of --workdir.
 
 import contextlib
 import json
+import os
 import sys
 
 from absl import logging
@@ -20,7 +21,7 @@ from ptjax.models import adapters
 from ptjax.runtime import devices
 from ptjax.sample.engine import Request
 from ptjax.tasks import jsonl
-from ptjax.weights import safetensors
+from ptjax.weights import peft, safetensors
 
 SCORE_ROWS = 8  # sequences scored at one time
 
@@ -95,16 +96,24 @@ def score(config, *, workdir, input, output, **unused) -> None:
 
 
 def export(config, *, workdir, output, **unused) -> None:
-  """Writes the model to the directory --output as transformers loads it; see config.export."""
+  """Writes the model to the directory --output as transformers loads it.
+
+  With config.export.merge_lora off, the last stage's adapter goes to <output>/adapter and its parent to <output>.
+  """
   if output == '-':
     raise ValueError('--job=export needs --output=DIRECTORY')
   mesh = devices.make_mesh(**config.mesh)
   model = pipelines.load_model(config, mesh)
   stages = pipelines.finished_stages(config, workdir)
-  plain = pipelines.restore(workdir, mesh, model.config, model.params, stages)
+  apart = [name for name in stages[-1:] if name != 'base' and not config.export.merge_lora]
+  plain = pipelines.restore(workdir, mesh, model.config, model.params, stages[:len(stages) - len(apart)])
   if devices.is_main():
     safetensors.export_hf(output, model.config, plain, model.tokenizer)
-    logging.info('wrote %s after stages %s', output, stages or ['base'])
+    for name in apart:
+      _, adapter, _, settings = pipelines.trained(workdir, mesh, model.config, plain, name)
+      peft.export_adapter(os.path.join(output, 'adapter'), model.config, adapter, rank=settings['lora_rank'],
+                          alpha=settings['lora_alpha'] or settings['lora_rank'], base=output)
+    logging.info('wrote %s: %s', output, ' -> '.join(stages) or 'the source as it is')
 
 
 def _model(config, workdir, *, tasks=False):

@@ -26,6 +26,8 @@ from ptjax.tasks import jsonl, procedural
 from ptjax.verify.base import VerifierPool
 from ptjax.weights import load as model_weights
 
+EVAL_FILE = 'eval.json'
+
 # stage name -> (config, parts, plain state, stage on disk) -> plain state
 STAGES = {'sft': supervised.sft, 'dpo': supervised.dpo, 'rl': loop.run}
 
@@ -99,7 +101,7 @@ def build(config, *, tasks: bool = True) -> tuple[Parts, Any]:
 def load_model(config, mesh):
   """The model source, laid over the mesh."""
   m = config.model
-  return model_weights.load(m.source, place=functools.partial(devices.put_global, mesh),
+  return model_weights.load(m.source, place=functools.partial(devices.put_global, mesh, fit=True),
                             cache_dir=m.cache_dir, seed=config.seed, param_dtype=m.param_dtype, compute_dtype=m.compute_dtype, remat=m.remat)
 
 
@@ -124,16 +126,21 @@ def load_tasks(config):
 def restore(workdir: str, mesh, model_config, plain, stages: Sequence[str]):
   """The plain state after the finished `stages`: `plain` with each stage's trained parameters put in or merged."""
   for name in stages:
-    if name == 'base':
-      continue
-    manifest = lineage.read(workdir, name)
-    settings = manifest.config[name]  # what the stage ran with, whatever today's config says
-    graphdef, params, frozen = adapters.split(
-        model_config, plain, rank=settings['lora_rank'], alpha=settings['lora_alpha'], seed=manifest.seed)
-    params = jax.device_put(params, devices.shardings_of(mesh, params))
-    trained, _, _ = checkpoint.load(os.path.join(workdir, name, 'checkpoints'), {'params': params})
-    plain = jax.jit(adapters.merge, static_argnums=0)(graphdef, trained['params'], frozen)
+    if name != 'base':
+      graphdef, params, frozen, _ = trained(workdir, mesh, model_config, plain, name)
+      plain = jax.jit(adapters.merge, static_argnums=0)(graphdef, params, frozen)
   return plain
+
+
+def trained(workdir: str, mesh, model_config, parent, name: str):
+  """(graphdef, trained parameters, frozen ones, settings) of a finished stage that started from the state `parent`."""
+  manifest = lineage.read(workdir, name)
+  settings = manifest.config[name]  # what the stage ran with, whatever today's config says
+  graphdef, params, frozen = adapters.split(
+      model_config, parent, rank=settings['lora_rank'], alpha=settings['lora_alpha'], seed=manifest.seed)
+  params = jax.device_put(params, devices.shardings_of(mesh, params))
+  loaded, _, _ = checkpoint.load(os.path.join(workdir, name, 'checkpoints'), {'params': params})
+  return graphdef, loaded['params'], frozen, settings
 
 
 def finished_stages(config, workdir: str) -> list[str]:
@@ -188,7 +195,10 @@ def _begin(config, workdir, name, done, overrides) -> lineage.Manifest | None:
   fields = relevant(config, [*done, name])
   parents = {parent: lineage.digest(relevant(config, done)) for parent in done[-1:]} or {config.model.source: ''}
   digest = lineage.digest(fields)
-  if lineage.is_done(workdir, name, digest, config=fields, parents=parents, rerun=config.pipeline.rerun_changed):
+  if devices.is_main() and config.pipeline.rerun_changed:  # one process moves directories, the others wait for it
+    lineage.is_done(workdir, name, digest, config=fields, parents=parents, rerun=True)
+  devices.barrier(f'stage {name}')
+  if lineage.is_done(workdir, name, digest, config=fields, parents=parents):
     return None
   manifest = lineage.begin(name, parents=parents, config=fields, seed=config.seed, overrides=overrides,
                            config_hash=digest, devices=[d.device_kind for d in jax.devices()])
@@ -198,23 +208,34 @@ def _begin(config, workdir, name, done, overrides) -> lineage.Manifest | None:
 
 
 def _finish(config, workdir, parts, plain, stage, manifest, *, parent) -> None:
-  """Evaluates the stage, holds it against its parent and closes its manifest."""
-  result = evaluate(config, parts, plain, name=stage.name)
-  manifest.data = dict(tasks={
-      domain: lineage.digest([task.id for task in tasks])
-      for domain, tasks in supervised.by_domain(parts.train_tasks).items()},
-                       heldout=lineage.digest(sorted(t.id for t in parts.heldout_tasks)))
-  manifest.metrics = dict(stage.last, accuracy=result.macro.accuracy, strict=result.macro.strict_frac)
+  """Evaluates the stage, holds it against its parent and closes its manifest; without held-out tasks, the last alone."""
+  manifest.data = dict(
+      train={domain: lineage.digest([task.id for task in tasks])
+             for domain, tasks in supervised.by_domain(parts.train_tasks).items()},
+      heldout=lineage.digest([task.id for task in parts.heldout_tasks]),
+      files={name: lineage.file_digest(path) for name, path in _data_files(config).items()})
+  manifest.metrics = dict(stage.last)
   if parent:
     manifest.checkpoint = os.path.join(stage.name, 'checkpoints')
-    before = suites.load(os.path.join(workdir, parent, 'eval.json'))
-    manifest.gate = gates.compare(before, result, confidence=config.gate.confidence,
-                                  max_drop=config.gate.max_drop).to_json()
+  if parts.heldout_tasks:
+    result = evaluate(config, parts, plain, name=stage.name)
+    manifest.metrics |= dict(accuracy=result.macro.accuracy, strict=result.macro.strict_frac)
+    if parent:
+      before = suites.load(os.path.join(workdir, parent, EVAL_FILE))
+      manifest.gate = gates.compare(before, result, confidence=config.gate.confidence,
+                                    max_drop=config.gate.max_drop).to_json()
+    if devices.is_main():
+      suites.save(result, stage.directory / EVAL_FILE)
   manifest.finished = lineage.now()
   if devices.is_main():
-    suites.save(result, stage.directory / 'eval.json')
     lineage.write(workdir, manifest)
   devices.barrier('stage finished')
+
+
+def _data_files(config) -> dict[str, str]:
+  """The user's own files, by the field that names them."""
+  named = dict(tasks=config.tasks.path, heldout=config.tasks.heldout_path, sft=config.sft.data, dpo=config.dpo.data)
+  return {name: path for name, path in named.items() if path}
 
 
 def _check_gate(config, workdir, name) -> None:
@@ -229,7 +250,10 @@ def _check_gate(config, workdir, name) -> None:
 
 def show(workdir, stages: Sequence[str]) -> None:
   """Prints the accuracy of every stage so far by domain, and writes the report."""
-  show_table({name: suites.load(os.path.join(workdir, name, 'eval.json')) for name in stages})
+  paths = {name: os.path.join(workdir, name, EVAL_FILE) for name in stages}
+  results = {name: suites.load(path) for name, path in paths.items() if os.path.exists(path)}
+  if results:
+    show_table(results)
   logging.info('report: %s', report.write(workdir))
 
 

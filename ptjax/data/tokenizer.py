@@ -104,7 +104,8 @@ def from_directory(directory: str | pathlib.Path) -> Tokenizer:
   """
   directory = pathlib.Path(directory)
   if not (directory / 'tokenizer.json').is_file():
-    raise ValueError(f'{directory} has no tokenizer.json; convert it with transformers (AutoTokenizer, save_pretrained)')
+    raise ValueError(f'{directory} has no tokenizer.json; fix: AutoTokenizer.from_pretrained(...).save_pretrained(...) '
+                     'of transformers writes one')
   backend = tokenizers.Tokenizer.from_file(str(directory / 'tokenizer.json'))
   backend.no_padding()
   backend.no_truncation()

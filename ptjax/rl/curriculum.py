@@ -45,8 +45,8 @@ class Curriculum:
       *,
       seed: int,
       min_share: float,
-      raise_above: float,
-      lower_below: float,
+      raise_at: float,
+      lower_at: float,
       rehearsal_frac: float,
       weights: Mapping[str, float] | None = None,
       window: int = 16,
@@ -55,7 +55,7 @@ class Curriculum:
       pools: tasks by domain and level.
       seed: of the order within each pool and of rehearsal.
       min_share: smallest share of the draws that any domain gets, in [0, 1 / domains].
-      raise_above, lower_below: mean reward over the window at or above (below) which the level goes up (down) by one.
+      raise_at, lower_at: mean reward over the window at or above (below) which the level goes up (down) by one.
       rehearsal_frac: fraction of a domain's draws taken from levels below the present one, while there are any.
       weights: relative share by domain, for exactly the domains of the pools; equal shares when not given.
       window: trainable rollouts of the present level after which the level is decided on.
@@ -66,10 +66,10 @@ class Curriculum:
     self._pools = {d: {level: list(tasks) for level, tasks in sorted(levels.items())}
                    for d, levels in sorted(pools.items())}
     weights = dict.fromkeys(self._pools, 1.0) if weights is None else weights
-    _check(self._pools, weights, raise_above, lower_below, window, rehearsal_frac)
+    _check(self._pools, weights, raise_at, lower_at, window, rehearsal_frac)
     self._shares = guaranteed_shares({d: weights[d] for d in self._pools}, min_share)
     self._seed, self._window, self._rehearsal_frac = seed, window, rehearsal_frac
-    self._raise_above, self._lower_below = raise_above, lower_below
+    self._raise_at, self._lower_at = raise_at, lower_at
     self._drawn = dict.fromkeys(self._pools, 0)
     self._rehearsed = dict.fromkeys(self._pools, 0)  # draws from below, so that their fraction is met exactly too
     self._practised = dict.fromkeys(self._pools, 0)  # draws while there was a level below
@@ -148,13 +148,13 @@ class Curriculum:
     return pool[rng.permutation(len(pool))[index]]
 
   def _decide(self, domain: str, rate: float) -> None:
-    move = int(rate >= self._raise_above) - int(rate <= self._lower_below)
+    move = int(rate >= self._raise_at) - int(rate <= self._lower_at)
     self._place[domain] = min(max(self._place[domain] + move, 0), len(self._pools[domain]) - 1)
     self._rate[domain] = rate
     self._recent[domain] = [0.0, 0]
 
 
-def _check(pools, weights, raise_above, lower_below, window, rehearsal_frac) -> None:
+def _check(pools, weights, raise_at, lower_at, window, rehearsal_frac) -> None:
   if not pools:
     raise ValueError('the curriculum has no domain: give it at least one pool of tasks')
   for domain, levels in pools.items():
@@ -169,7 +169,7 @@ def _check(pools, weights, raise_above, lower_below, window, rehearsal_frac) -> 
                          f'{domain!r}, level {level}')
   if set(weights) != set(pools):
     raise ValueError(f'domain weights name {sorted(weights)}, but the task pools are {sorted(pools)}')
-  if not 0 <= lower_below < raise_above <= 1:
-    raise ValueError(f'lower_below {lower_below}, raise_above {raise_above}: need 0 <= lower_below < raise_above <= 1')
+  if not 0 <= lower_at < raise_at <= 1:
+    raise ValueError(f'lower_at {lower_at}, raise_at {raise_at}: need 0 <= lower_at < raise_at <= 1')
   if window < 1 or not 0 <= rehearsal_frac < 1:
     raise ValueError(f'window {window}, rehearsal_frac {rehearsal_frac}: need window >= 1, 0 <= rehearsal_frac < 1')

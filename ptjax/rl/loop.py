@@ -40,11 +40,13 @@ def run(config, parts, plain, stage):
     rollouts = [r for group in groups for r in group]
     verdicts = rollout.grade(parts.verifiers, [t for t, group in zip(tasks, groups) for _ in group],
                              [r.text for r in rollouts])
-    reward_UR, trainable_UR = reward.score(verdicts, rollouts, rl.rollouts_per_task)
-    shaped_UR = reward.shape_overlong(reward_UR, rollouts, max_tokens=rl.max_tokens, cache_tokens=rl.overlong_tokens)
+    graded = [verdicts[i:i + rl.rollouts_per_task] for i in range(0, len(verdicts), rl.rollouts_per_task)]
+    reward_UR, trainable_UR = reward.score(graded, groups)
+    shaped_UR = reward.shape_overlong(reward_UR, groups, max_tokens=rl.max_tokens, cache_tokens=rl.overlong_tokens)
     advantage_UR = advantage(shaped_UR, trainable_UR)
 
-    batches = trainer.with_reference(pack(rl, rollouts, advantage_UR, trainable_UR))
+    says_UR = trainable_UR & advantages.informative(reward_UR, trainable_UR)[:, None]
+    batches = trainer.with_reference(pack(rl, rollouts, advantage_UR, says_UR))
     for _ in range(rl.updates_per_step):
       learned = trainer.update(batches)
     curriculum.observe(tasks, reward_UR, trainable_UR)
@@ -52,29 +54,31 @@ def run(config, parts, plain, stage):
     drawn = sum(len(r.token_ids) for r in rollouts)
     optim = {name: learned.pop(name) for name in ('grad_norm', 'lr')}
     outcomes = Counter(v.status for v in verdicts)
-    stage.log(step, progress=dict(reward=reward_UR[trainable_UR].mean()), optim=optim,
+    drawn_by = summary(tasks, rollouts, reward_UR, trainable_UR)
+    stage.log(step, progress=dict(reward=drawn_by['reward_mean']), optim=optim,
               tokens_per_s=drawn / (time.monotonic() - began),
-              rl=dict(learned, **summary(tasks, rollouts, reward_UR, trainable_UR), curriculum=curriculum.shares()),
+              rl=dict(learned, **drawn_by, curriculum=curriculum.shares()),
               verify={status: outcomes[status] for status in ('pass', 'fail', 'timeout', 'error')})
     if step % SHOWN_EVERY == 0 or step + 1 == rl.steps:
       stage.add_rollouts(rollout.records(step, tasks, rollouts, verdicts))
   return trainer.merged()
 
 
-def pack(rl, rollouts, advantage_UR, trainable_UR):
-  """Micro-batches of the groups that say something; a group of equal rewards has no gradient and is left out."""
-  says_UR = trainable_UR & (advantage_UR != 0).any(axis=1, keepdims=True)
+def pack(rl, rollouts, advantage_UR, says_UR):
+  """Micro-batches of the groups that say something; a group that did equally well has no gradient and is left out."""
   sequences = batching.groups(rollouts, advantage_UR, says_UR)
   return batching.pack(sequences, rows=rl.rows, seq_len=rl.seq_len, max_branches=rl.branches,
                        loss_tokens=rl.loss_tokens).batches
 
 
 def summary(tasks, rollouts, reward_UR, trainable_UR) -> dict:
-  """What the step's rollouts were like."""
+  """What the step's rollouts were like; rewards over those with a verdict."""
   by_domain = {}
   for task, reward_R, trainable_R in zip(tasks, reward_UR, trainable_UR):
     by_domain.setdefault(task.domain, []).extend(reward_R[trainable_R])
+  lengths = [len(r.token_ids) for r in rollouts]
   return dict(
-      reward_mean=float(reward_UR[trainable_UR].mean()), length_mean=float(np.mean([len(r.token_ids) for r in rollouts])),
+      reward_mean=float(np.mean(reward_UR, where=trainable_UR)) if trainable_UR.any() else 0.0,
+      length_mean=float(np.mean(lengths)),
       truncated_frac=float(np.mean([r.finish_reason == 'length' for r in rollouts])),
       reward={domain: float(np.mean(values)) for domain, values in by_domain.items() if values})

@@ -7,6 +7,7 @@ divide, is an error that says which number to change, unless the caller asks wit
 
 import base64
 import json
+import logging as stdlib_logging
 import math
 import os
 import signal
@@ -87,6 +88,7 @@ def initialize(
         f'num_processes={num_processes}, process_id={process_id} but no coordinator; '
         'fix: --coordinator=HOST:PORT (the address of process 0) or --coordinator=auto on a TPU pod'
     )
+  stdlib_logging.getLogger('jax._src.xla_bridge').setLevel(stdlib_logging.WARNING)  # it reports each absent backend
   if not matmul_precision and jax.default_backend() == 'cpu':
     matmul_precision = 'highest'
   if matmul_precision:

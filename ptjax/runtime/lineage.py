@@ -161,6 +161,12 @@ def digest(value: Any) -> str:
   return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
+def file_digest(path: str | os.PathLike) -> str:
+  """sha256 of a file's bytes."""
+  with open(path, 'rb') as f:
+    return hashlib.file_digest(f, 'sha256').hexdigest()
+
+
 def code_revision(root: str | os.PathLike | None = None) -> dict[str, Any]:
   """Returns {'commit', 'dirty'} of the checkout that this code runs from, else {'version'} of the package.
 

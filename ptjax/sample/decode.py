@@ -74,11 +74,12 @@ class Decoder:
     dtype = self.config.compute_dtype
 
     def slice_of(path, variable, index):
+      axes = variable.get_metadata()['axes'][1:]  # without L
       if path[-1] != 'w':
-        return variable.replace(variable[...][index])
-      order = self._order(path, variable.ndim - 1)
-      axes = ''.join(variable.get_metadata()['axes'][i] for i in order)
-      return variable.replace(jnp.transpose(variable[...][index], order).astype(dtype), axes=axes)
+        return variable.replace(variable[...][index], axes=axes)
+      order = self._order(path, len(axes))
+      w = jnp.transpose(variable[...][index], order).astype(dtype)
+      return variable.replace(w, axes=''.join(axes[i] for i in order))
 
     def layer(index):
       return nnx.from_flat_state([(path, slice_of(path, v, index)) for path, v in nnx.to_flat_state(state['layers'])])

@@ -68,7 +68,7 @@ class Engine:
     """
     if version < 0:
       raise ValueError(f'version = {version} must be >= 0')
-    self._check(state)
+    state = self._checked(state)
     first = self._params is None
     self._params = None  # the old copy may go before the next one is made
     shapes = jax.eval_shape(self._decoder.layout, state)
@@ -279,26 +279,27 @@ class Engine:
     return (self._pool_sharding,) * self.config.layers
 
   def _spread(self, state: nnx.State):
-    """Sharding of each leaf of a stacked state."""
-    def leaf(path, x):
-      del path
-      axes = x.get_metadata()['axes']
-      return x.replace(self._place(x.shape, 'L' * (x.ndim - len(axes)) + axes))
-
-    return nnx.from_flat_state([(path, leaf(path, x)) for path, x in nnx.to_flat_state(state)])
+    """The state with each array's sharding in its place."""
+    return nnx.from_flat_state([
+        (path, x.replace(self._place(x.shape, x.get_metadata()['axes']))) for path, x in nnx.to_flat_state(state)])
 
   def _param_shardings(self, shapes: decode.Params) -> decode.Params:
     head = None if shapes.head_VD is None else self._place(shapes.head_VD.shape, 'VD')
     return decode.Params(self._place(shapes.embed_VD.shape, 'VD'), tuple(map(self._spread, shapes.layers)),
                          self._spread(shapes.final_norm), head)
 
-  def _check(self, state: nnx.State) -> None:
-    wanted = {path: (tuple(v.shape), v.dtype) for path, v in nnx.to_flat_state(self._decoder.state_shapes)}
-    given = {path: (tuple(v.shape), v.dtype) for path, v in nnx.to_flat_state(state)}
-    problems = [f'{"/".join(map(str, path))}: wanted {wanted.get(path)}, got {given.get(path)}'
-                for path in sorted(set(wanted) | set(given), key=str) if wanted.get(path) != given.get(path)]
+  def _checked(self, state: nnx.State) -> nnx.State:
+    """The state's arrays under the model's own metadata, once their paths, shapes and dtypes are known to fit."""
+    shapes, given = dict(nnx.to_flat_state(self._decoder.state_shapes)), dict(nnx.to_flat_state(state))
+
+    def kind(variables, path):
+      return (tuple(variables[path].shape), variables[path].dtype.name) if path in variables else 'nothing'
+
+    problems = [f'{"/".join(map(str, path))}: wanted {kind(shapes, path)}, got {kind(given, path)}'
+                for path in sorted(shapes | given, key=str) if kind(shapes, path) != kind(given, path)]
     if problems:
       raise ValueError('parameters do not fit the sampler\'s model (merge adapters first):\n  ' + '\n  '.join(problems))
+    return nnx.from_flat_state([(path, v.replace(given[path][...])) for path, v in shapes.items()])
 
 
 class _Compiled:

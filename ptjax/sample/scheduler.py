@@ -75,8 +75,8 @@ class SamplerLimits:
 
   @property
   def slot_buckets(self) -> tuple[int, ...]:
-    """Row counts a window is compiled for: powers of two from 8, and `slots`."""
-    powers = [8 << n for n in range(self.slots.bit_length()) if 8 << n < self.slots]
+    """Row counts a window is compiled for: 8, 32, 128, ... and `slots`; few, as each is a compilation."""
+    powers = [8 << 2 * n for n in range(self.slots.bit_length()) if 8 << 2 * n < self.slots]
     return (*powers, self.slots)
 
   @property

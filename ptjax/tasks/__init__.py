@@ -1,0 +1,1 @@
+"""Where tasks come from: generators and users' files. Never imports jax."""

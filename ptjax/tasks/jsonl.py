@@ -81,21 +81,21 @@ def tasks(path: str) -> list[types.Task]:
 
   Optional are `id` (else made from domain and prompt), `files`, `limits`, `level` and `demonstration`.
   """
-  made, lines = [], {}
+  made, seen = [], {}
   optional = ('id', 'reference', 'tests', 'files', 'limits', 'level', 'demonstration')
   for where, record in _records(path, ('domain', 'verifier'), optional, one_of=(('prompt',), ('messages',))):
     messages = _messages(record.get('messages', record.get('prompt')), 'user')
     key = json.dumps([record['domain'], messages], sort_keys=True)
     task_id = str(record.get('id', f'{record["domain"]}/{hashlib.sha256(key.encode()).hexdigest()[:12]}'))
-    if task_id in lines:
-      raise ValueError(f'{where}: id {task_id!r} was on {lines[task_id]} already; ids (or prompts) must be distinct')
-    lines[task_id] = where
     fields = {name: record[name] for name in ('domain', 'verifier', *optional[1:]) if name in record}
     task = types.Task(id=task_id, messages=tuple(messages), **fields)
     try:
       verifiers.check(task)
     except ValueError as e:
       raise ValueError(f'{where}: {e}') from e
+    if task_id in seen:
+      raise ValueError(f'{where}: id {task_id!r} was on {seen[task_id]} already; ids (or prompts) must be distinct')
+    seen[task_id] = where
     made.append(task)
   return _at_least_one(made, path)
 

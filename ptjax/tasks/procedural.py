@@ -7,6 +7,7 @@ seed, the level or the count. Nothing here grades answers.
 import collections
 import dataclasses
 import hashlib
+import json
 import random
 from collections.abc import Callable, Iterable, Iterator
 
@@ -15,7 +16,7 @@ from ptjax.tasks import functions
 from ptjax.verify import procedural as grader
 
 SPLITS = ('train', 'heldout')
-ANSWER_SYSTEM = 'End with "Answer: x".'
+ANSWER_SYSTEM = 'Be brief. End with "Answer:" and the result.'
 CODE_SYSTEM = 'Reply with Python code only.'
 _FUNCTION_LIMITS = {'wall_s': 6.0, 'cpu_s': 1.0, 'memory_mb': 128, 'pids': 8}
 _TRIES_PER_TASK = 60
@@ -68,7 +69,7 @@ DOMAINS = {
         'What is {expression}?', 'number'),
     'letter_counting': Domain(
         'letter_counting', ({'min_words': 2, 'max_words': 4}, {'min_words': 5, 'max_words': 9}),
-        'How many times is "{target_letter}" in "{text}"?', 'number', _plain_span),
+        'How many times does the letter "{target_letter}" appear in "{text}"?', 'number', _plain_span),
     'gcd': Domain(
         'gcd',
         ({'min_numbers': 2, 'max_numbers': 2, 'min_value': 2, 'max_value': 30},
@@ -175,10 +176,22 @@ def _family_tasks(name: str, level: int, seed: int, tries: int) -> Iterator[type
   for i in range(tries):
     entry = dataset[i]
     answer = entry['answer']
-    reference = {'family': family, 'level': level, 'seed': seed, 'size': tries, 'index': i, 'answer': answer,
-                 'kind': grader.kind_of(answer)}
+    reference = {'answer': answer, 'kind': grader.kind_of(answer)}
+    if family in grader.MANY_ANSWERS:
+      # Metadata that JSON would change is made again by the grader instead.
+      plain = _as_json(entry['metadata'])
+      made = {'metadata': plain} if plain == entry['metadata'] else {'seed': seed, 'size': tries, 'index': i}
+      reference |= {'family': family, 'level': level, **made}
     yield _task(name, ANSWER_SYSTEM, entry['question'], level, verifier='procedural', reference=reference,
                 demonstration=None if answer is None else f'Answer: {answer}')
+
+
+def _as_json(metadata: dict) -> dict | None:
+  """The metadata after a way through JSON, which tuples and number keys do not survive; None when it cannot go."""
+  try:
+    return json.loads(json.dumps(metadata))
+  except TypeError:
+    return None
 
 
 def _function_task(function: functions.Function, level: int) -> types.Task:

@@ -1,0 +1,1 @@
+"""Verifiers and the sandboxes they run model-written code in. Never imports jax."""

@@ -8,12 +8,13 @@ import re
 
 KINDS = ('number', 'word', 'text')
 
-_STATED = re.compile(r'\banswer\s*(?::|\bis\b:?)[*_\s]*', re.IGNORECASE)
+_STATED = re.compile(r'\banswer\s*(?:(?:\*\*)?:|\bis\b:?)\s*(?:\*\*)?\s*', re.IGNORECASE)
 # A sign belongs to the number unless it joins it to the operand before it.
 _NUMBER = re.compile(r'(?:(?<![\w.)])-\s?|(?<=[-+*/]\s)-)?(?:\d{1,3}(?:,\d{3})+(?![\d,]*\d)|\d+)(?:\.\d+)?'
                      r'(?:/\d+(?![\d.]))?')
 _WORD = re.compile(r"\w+(?:['’-]\w+)*")
 _RESULT = re.compile(r'=|\bis\b|\bequals\b|\bare\b')
+_HEDGE = re.compile(r'\b(?:or|either|not)\b', re.IGNORECASE)
 _SPELLED = dict(zip(
     'zero one two three four five six seven eight nine ten once twice thrice'.split(),
     (*range(11), 1, 2, 3)))
@@ -58,9 +59,9 @@ def extract(text: str, kind: str) -> tuple[str | None, bool]:
   if stated and kind == 'text':
     return text[stated[-1].end():].strip() or None, _asked_form(stated[-1])
   for match in reversed(stated):
-    line = (text[match.end():].lstrip().splitlines() or [''])[0]
-    answer = _in_statement(line, kind)
-    if answer is not None:
+    line = (text[match.end():].splitlines() or [''])[0]
+    if line.strip():
+      answer = _in_statement(line, kind)
       plain = line.strip(' .*`"\'$').replace(',', '') == answer
       return answer, plain and _asked_form(match)
   box = last_box(text)
@@ -75,14 +76,11 @@ def _asked_form(match: re.Match) -> bool:
 
 
 def _in_statement(line: str, kind: str) -> str | None:
-  """The value a statement gives: its first one, or what its equation or sentence ends in."""
-  if kind == 'word':
-    words = _WORD.findall(line)
-    return (words[-1] if _RESULT.search(line) else words[0]) if words else None
-  numbers = _numbers(line)
-  if not numbers:
+  """The value a statement gives: its first one, or what its equation or sentence ends in; a choice gives none."""
+  values = _WORD.findall(line) if kind == 'word' else _numbers(line)
+  if not values or len(values) > 1 and _HEDGE.search(line):
     return None
-  return numbers[-1] if _RESULT.search(line) else numbers[0]
+  return values[-1] if _RESULT.search(line) else values[0]
 
 
 def _last(text: str, kind: str) -> str | None:

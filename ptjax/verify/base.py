@@ -53,8 +53,10 @@ VERIFIERS = {
     'exact': Row(procedural.verify_exact, procedural.check_exact, ('procedural.py', 'answers.py')),
     'math': Row(math.verify, procedural.check_exact, ('math.py', 'math_policy.py', 'answers.py', 'worker.py'),
                 ('math-verify', 'latex2sympy2_extended', 'sympy')),
-    'code': Row(code.verify, code.check, ('code.py', 'code_server.py', 'code_tests.py', 'plain_values.py'), sandboxed=True),
-    'procedural': Row(procedural.verify, procedural.check, ('procedural.py', 'answers.py', 'worker.py'), ('reasoning-gym',)),
+    'code': Row(code.verify, code.check, ('code.py', 'code_server.py', 'code_tests.py', 'plain_values.py'),
+                sandboxed=True),
+    'procedural': Row(procedural.verify, procedural.check, ('procedural.py', 'answers.py', 'worker.py'),
+                      ('reasoning-gym',)),
 }
 
 

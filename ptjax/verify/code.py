@@ -7,6 +7,7 @@ them, type for type): tests that need the solution's own classes, generators or 
 """
 
 import ast
+import dataclasses
 import functools
 import importlib.util
 import io
@@ -17,6 +18,7 @@ import re
 import time
 import warnings
 import zipfile
+from collections.abc import Iterator
 from typing import Any
 
 from ptjax import types
@@ -26,6 +28,7 @@ from ptjax.verify import sandbox
 STYLES = ('call', 'stdio', 'asserts', 'unittest', 'pytest')
 _PROGRAMS = {name: (pathlib.Path(__file__).parent / name).read_text()
              for name in ('plain_values.py', 'code_server.py', 'code_tests.py')}
+_TESTS_START_S = 6.0
 _OURS = {*_PROGRAMS, 'solution.py', 'tests.py'}
 _PYTEST_PACKAGES = ('pytest', '_pytest', 'py', 'pluggy', 'iniconfig', 'packaging', 'pygments')
 _LEXERS = ('__init__.py', '_mapping.py', 'python.py', 'diff.py')
@@ -169,8 +172,8 @@ def _cases(text: str, style: str) -> dict:
       return {'entry': str(spec['entry']), 'cases': cases, 'tolerance': spec.get('tolerance')}
     return {'cases': cases}
   except (ValueError, KeyError, TypeError) as e:
-    wanted = '"entry", ' if style == 'call' else ''
-    raise ValueError(f'field "tests.text" of style {style} must be JSON with {wanted}"cases": [{{{", ".join(fields)}}}]; '
+    wanted = '"entry" and ' if style == 'call' else ''
+    raise ValueError(f'field "tests.text" of style {style} must be JSON with {wanted}"cases", each of {fields}; '
                      f'{type(e).__name__}: {e}') from e
 
 
@@ -218,14 +221,20 @@ class _Solution:
     self._deadline = time.monotonic() + limits.wall_s + 5.0
     self._count = 0
 
-  def ask(self, request: dict) -> dict:
-    """The reply to one request: {'value'} encoded, or {'error', 'message'}. Raises _Malformed."""
-    self._count += 1
-    self._channel.send(dict(request, id=self._count))
-    reply = self._channel.receive(self._deadline - time.monotonic())
-    if reply.get('id') != self._count or not {'value', 'error'} & set(reply):
-      raise _Malformed('a reply that nobody asked for')
-    return reply
+  def ask(self, *requests: dict) -> Iterator[dict]:
+    """The replies in order: {'value'} encoded, or {'error', 'message'}. All requests are sent at once.
+
+    Raises:
+      _Malformed: the next reply is not one to its request, or there is none.
+    """
+    first = self._count + 1
+    self._count += len(requests)
+    self._channel.send(*(dict(request, id=first + i) for i, request in enumerate(requests)))
+    for i in range(len(requests)):
+      reply = self._channel.receive(self._deadline - time.monotonic())
+      if reply.get('id') != first + i or not {'value', 'error'} & set(reply):
+        raise _Malformed('a reply that nobody asked for')
+      yield reply
 
   def close(self) -> str:
     """Lets the solution's server end, which its limits bound; returns the limit it broke, or ''."""
@@ -240,9 +249,9 @@ class _Channel:
     self._job = job
     self._pending = b''
 
-  def send(self, message: dict):
+  def send(self, *messages: dict):
     try:
-      self._job.send(json.dumps(message).encode() + b'\n')
+      self._job.send(b''.join(json.dumps(message).encode() + b'\n' for message in messages))
     except BrokenPipeError as e:
       raise _Malformed('it ended early') from e
 
@@ -272,16 +281,15 @@ def _grade_calls(files: dict, spec: dict, limits: sandbox.Limits, box: sandbox.S
   outcome = {'tests': len(spec['cases']), 'passed': 0}
   solution = _Solution(box, files, limits)
   try:
-    for args, expected in spec['cases']:
-      request = {'call': spec['entry'], 'args': plain_values.encode(args), 'kwargs': plain_values.encode({})}
-      reply = solution.ask(request)
+    no_names = plain_values.encode({})
+    requests = [{'call': spec['entry'], 'args': plain_values.encode(args), 'kwargs': no_names}
+                for args, _ in spec['cases']]
+    for (args, expected), reply in zip(spec['cases'], solution.ask(*requests)):
       got, failure = _decode(reply)
       if not failure and same_value(got, expected, spec['tolerance']):
         outcome['passed'] += 1
       elif 'failure' not in outcome:
-        outcome['failure'] = f'{spec["entry"]}({args!r}): {failure or repr(got)}, expected {expected!r}'[:500]
-      if reply.get('fatal'):
-        break
+        outcome['failure'] = f'{spec["entry"]}({_show(args)}): {failure or _show(got)}, expected {_show(expected)}'
   except _Malformed as e:
     outcome.setdefault('failure', str(e))
   finally:
@@ -289,6 +297,13 @@ def _grade_calls(files: dict, spec: dict, limits: sandbox.Limits, box: sandbox.S
   if limit:
     outcome['limit'] = limit
   return outcome
+
+
+def _show(value: Any) -> str:
+  try:
+    return repr(value)[:150]
+  except ValueError:  # Python refuses to print an int of very many digits
+    return f'a {type(value).__name__} too long to print'
 
 
 def _decode(reply: dict) -> tuple[Any, str]:
@@ -325,13 +340,18 @@ def _lines(text: str) -> list[str]:
 def _grade_program(files: dict, style: str, text: str, limits: sandbox.Limits, box: sandbox.Sandbox) -> dict:
   """Runs tests that are a program beside the solution and relays its calls."""
   outcome = {'tests': 0, 'passed': 0}
+  programs = _programs('code_tests.py', style)
+  # The start of the test program is no fault of the solution, which waits for it.
+  limits = dataclasses.replace(limits, wall_s=limits.wall_s + _TESTS_START_S)
+  tests_limits = dataclasses.replace(limits, cpu_s=limits.cpu_s + _TESTS_START_S, memory_mb=limits.memory_mb + 256,
+                                     pids=limits.pids + 8)
   solution = _Solution(box, files, limits)
   try:
-    names = solution.ask({'names': True})
+    [names] = solution.ask({'names': True})
     if 'error' in names:
       return dict(outcome, failure=f'{names["error"]}: {names.get("message", "")}'[:500])
     with box.start([sandbox.WARM_PYTHON, 'code_tests.py', style],
-                   files={'tests.py': text} | _programs('code_tests.py', style), limits=limits, beside=solution.job) as job:
+                   files={'tests.py': text} | programs, limits=tests_limits, beside=solution.job) as job:
       outcome.update(_relay(_Channel(job), solution, names['value'], limits))
       job.finish()
   except _Malformed as e:
@@ -351,6 +371,6 @@ def _relay(tests: _Channel, solution: _Solution, names: Any, limits: sandbox.Lim
     message = tests.receive(deadline - time.monotonic())
     if 'report' in message:
       return message['report']
-    reply = solution.ask({k: message[k] for k in ('call', 'args', 'kwargs')})
+    [reply] = solution.ask({k: message[k] for k in ('call', 'args', 'kwargs')})
     _decode(reply)
     tests.send({k: reply[k] for k in ('value', 'error', 'message') if k in reply})

@@ -26,7 +26,7 @@ def load():
       source = f.read()
     exec(compile(source, 'solution.py', 'exec'), module.__dict__)  # pylint: disable=exec-used
   except BaseException as e:  # pylint: disable=broad-except
-    return module, dict(error_of(e), fatal=True)
+    return module, error_of(e)
   return module, None
 
 

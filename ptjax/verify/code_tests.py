@@ -56,6 +56,8 @@ def make_solution():
   module = types.ModuleType('solution')
   for name, value in plain_values.decode(receive()['names']).items():
     setattr(module, name, proxy(name) if value is None else value[0])
+  # `from solution import *` must not replace what the tests judge with.
+  module.__all__ = [name for name in vars(module) if not name.startswith('_') and not hasattr(builtins, name)]
   sys.modules['solution'] = module
   return module
 
@@ -77,7 +79,12 @@ def run_asserts(source, solution):
 
   namespace = {k: v for k, v in vars(solution).items() if not k.startswith('__')}
   namespace.update(__name__='tests', _count_assert=count)
-  tree = ast.fix_missing_locations(_CountAsserts().visit(ast.parse(source)))
+  tree = ast.parse(source)
+  # A solution's own `abs` or `all` would judge its own answers.
+  taken = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} & set(dir(builtins)) & set(namespace)
+  if taken:
+    return {'tests': 1, 'passed': 0, 'failure': 'the solution redefines %s, which the tests use' % sorted(taken)}
+  tree = ast.fix_missing_locations(_CountAsserts().visit(tree))
   try:
     exec(compile(tree, 'tests.py', 'exec'), namespace)  # pylint: disable=exec-used
   except BaseException as e:  # pylint: disable=broad-except

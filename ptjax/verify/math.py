@@ -13,7 +13,7 @@ from ptjax.verify import procedural
 from ptjax.verify import worker
 
 _MAX_CHARS = 1000
-_CPU_S = 5.0
+_CPU_S = 3.0
 _STATEMENT = re.compile(r'\banswer\s*(?::|\bis\b:?)[*_\s]*', re.IGNORECASE)
 _GSM8K = re.compile(r'^####[ \t]*', re.MULTILINE)
 _INLINE = re.compile(r'\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]', re.DOTALL)
@@ -94,8 +94,20 @@ def equal(gold: str, answer: str) -> tuple[bool, str]:
   ours, theirs = procedural.number(gold), procedural.number(answer)
   if ours is not None and theirs is not None:
     return ours == theirs, 'numbers'
+  ours, theirs = _unit(gold) if _TEXT.search(gold) else '', _unit(answer)
+  if ours and theirs and ours != theirs:
+    return False, 'units'
+  if {gold[:1], answer[:1]} == {'(', '\\'} and '\\{' in (gold[:2], answer[:2]):
+    return False, 'a set and a tuple'
   reply = _WORKERS.call({'gold': gold, 'answer': answer}, cpu_s=_CPU_S, wall_s=8 * _CPU_S)
   return reply['equal'], 'formulas'
+
+
+def _unit(formula: str) -> str:
+  r"""The unit after a number, as in 5\text{ cm} or 5 cm; '' without one."""
+  plain = _TEXT.sub(r' \1', _SPACE.sub(' ', formula))
+  match = re.fullmatch(r'[\d.,/\\{}a-z]*?\d[\s}]*([A-Za-z]+(?:\^\{?\d\}?)?)', plain)
+  return match[1].replace('{', '').replace('}', '').rstrip('s') if match else ''
 
 
 def _is_text(gold: str) -> bool:

@@ -24,7 +24,8 @@ def respond(request: dict) -> dict:
   answer = read(request['answer'])
   if answer is None:
     return {'equal': False}
-  return {'equal': bool(math_verify.verify(gold, answer, strict=True, timeout_seconds=None))}
+  return {'equal': bool(math_verify.verify(gold, answer, strict=True, allow_set_relation_comp=True,
+                                           timeout_seconds=None))}
 
 
 def read(formula: str):
@@ -46,7 +47,10 @@ def read(formula: str):
     return sympy.Rational(scientific[1]) * sympy.Integer(10)**int(scientific[2])
   parsed = math_verify.parse(f'\\boxed{{{formula}}}', extraction_config=_CONFIG, parsing_timeout=None)
   values = [p for p in parsed if not isinstance(p, str)]
-  return exact(values[0]) if values else None
+  value = exact(values[0]) if values else None
+  if isinstance(value, sympy.core.relational.Relational) and not value.free_symbols and '=' in formula:
+    return None if value.doit() != sympy.true else value  # 41 = 42 states nothing
+  return value
 
 
 def _in_base(based: re.Match):
@@ -58,6 +62,11 @@ def _in_base(based: re.Match):
 
 
 def exact(value):
-  """The value with each decimal as the fraction that was written."""
-  floats = value.atoms(sympy.Float) if hasattr(value, 'atoms') else ()
-  return value.xreplace({f: sympy.Rational(str(f)) for f in floats}) if floats else value
+  """The value with each decimal as the fraction that was written, and i as the imaginary unit where it stands alone."""
+  if not hasattr(value, 'atoms'):
+    return value
+  better = {f: sympy.Rational(str(f)) for f in value.atoms(sympy.Float)}
+  symbols = {s for s in value.atoms(sympy.Symbol)}
+  if {s.name for s in symbols} == {'i'}:
+    better |= {s: sympy.I for s in symbols}
+  return value.xreplace(better) if better else value

@@ -1,8 +1,9 @@
 """Hugging Face tensor names <-> parameter paths, and the two moves between their layouts.
 
-A Hugging Face linear weight is [out, in] with heads flattened, one tensor per layer; a parameter here is [in..., out...]
-with heads apart and all layers stacked. Readers of other formats translate to the Hugging Face names and layout first,
-so this is the only table. Nothing here renames by pattern: a tensor without a row is reported as extra.
+A Hugging Face linear weight is [out, in] with heads flattened, one tensor per layer; a parameter here is
+[in..., out...] with heads apart and all layers stacked. Readers of other formats translate to the Hugging Face names
+and layout first, so this is the only table. Nothing here renames by pattern: a tensor without a row is reported as
+extra.
 """
 
 from collections.abc import Callable, Iterator

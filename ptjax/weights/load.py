@@ -76,7 +76,8 @@ def fill(config: families.ModelConfig, abstract: nnx.State, tensors: Mapping[str
   _check_tensors(config, flat, tensors)
   placed = {}
   for path in sorted(flat, key=lambda p: -np.prod(flat[p].shape)):
-    placed[path] = flat[path].replace(place(_read(config, path, flat[path], tensors), flat[path].get_metadata()['axes']))
+    array = _read(config, path, flat[path], tensors)
+    placed[path] = flat[path].replace(_placed(array, flat[path], place))
   return nnx.from_flat_state([(path, placed[path]) for path in flat])
 
 
@@ -101,8 +102,17 @@ def _check_tensors(config, flat, tensors) -> None:
                      + '\n  '.join(problems))
 
 
+def _placed(array, variable: nnx.Variable, place: Place) -> jax.Array:
+  """The array on the devices; waits, so that the host's copy can be freed."""
+  return jax.block_until_ready(place(array, variable.get_metadata()['axes']))
+
+
 def _initialise(config, seed: int, place: Place) -> tuple[nnx.GraphDef, nnx.State]:
   graphdef, params = nnx.split(transformer.Transformer(config, nnx.Rngs(seed)))
-  flat = [(path, variable.replace(place(variable[...], variable.get_metadata()['axes'])))
-          for path, variable in nnx.to_flat_state(params)]
-  return graphdef, nnx.from_flat_state(flat)
+  left = list(nnx.to_flat_state(params))[::-1]
+  del params  # each array is let go as soon as it is placed
+  placed = []
+  while left:
+    path, variable = left.pop()
+    placed.append((path, variable.replace(_placed(variable[...], variable, place))))
+  return graphdef, nnx.from_flat_state(placed)

@@ -4,6 +4,7 @@ What is exported loads in `transformers` (AutoModelForCausalLM, AutoTokenizer) t
 name: a shard that the index lists and the directory lacks, a damaged shard, a tensor held twice, pickled weights.
 """
 
+import functools
 import json
 import math
 import os
@@ -48,14 +49,15 @@ class Directory:
     found = {}
     for file in self._shards():
       try:
-        shard = safetensors.safe_open(file, framework='numpy')
+        with safetensors.safe_open(file, framework='numpy') as shard:
+          shapes = {name: tuple(shard.get_slice(name).get_shape()) for name in shard.keys()}
       except safetensors.SafetensorError as error:
         raise ValueError(f'{file} ({file.stat().st_size} bytes) is not a whole safetensors file: {error}. '
                          'It was cut short or damaged; fetch it again.') from error
-      for name in shard.keys():
+      for name, shape in shapes.items():
         if name in found:
           raise ValueError(f'{file}: tensor {name} is in an earlier shard too')
-        found[name] = layout.Tensor(tuple(shard.get_slice(name).get_shape()), _reader(shard, name))
+        found[name] = layout.Tensor(shape, functools.partial(_read_tensor, file, name))
     return found
 
   def _shards(self) -> list[pathlib.Path]:
@@ -144,8 +146,10 @@ def _token_ids(tokenizer: tokenizer_lib.Tokenizer) -> dict:
   return ids
 
 
-def _reader(shard, name: str):
-  return lambda: shard.get_tensor(name)
+def _read_tensor(file: pathlib.Path, name: str) -> np.ndarray:
+  """Opens the file anew, so that the pages it touches are not kept mapped over the whole load."""
+  with safetensors.safe_open(file, framework='numpy') as shard:
+    return shard.get_tensor(name)
 
 
 def _read_json(path: pathlib.Path) -> dict:

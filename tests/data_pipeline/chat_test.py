@@ -54,13 +54,14 @@ class ChatTest(parameterized.TestCase):
     np.testing.assert_array_equal(ids[:np.argmax(mask)], chat.encode_prompt(self.tokenizer, TALK[:1]))
 
   def test_end_of_document_after_the_end_of_turn_is_glue(self):
-    t = dataclasses.replace(self._with(tokenizer_lib.CHATML + '{% if not add_generation_prompt %}<|endoftext|>{% endif %}'),
-                            eos_ids=(2, 0))
+    closing = '{% if not add_generation_prompt %}<|endoftext|>{% endif %}'
+    t = dataclasses.replace(self._with(tokenizer_lib.CHATML + closing), eos_ids=(2, 0))
     ids, mask = chat.encode_conversation(t, TALK)
     self.assertEqual(t.decode(ids[mask]), 'Yo<|im_end|>So long<|im_end|>')
 
   def test_template_that_drops_the_content_is_refused(self):
-    t = self._with("{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>{% endfor %}")
+    t = self._with('{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>'
+                   '{% endfor %}')
     with self.assertRaisesRegex(ValueError, 'message 1: the chat template leaves out what the assistant says'):
       chat.encode_conversation(t, TALK)
 
@@ -78,8 +79,8 @@ class ChatTest(parameterized.TestCase):
     self.assertEqual(t.decode(ids[mask]), 'Yo<|eot|>So long<|eot|>')  # ends with the second of two end ids
 
   def test_default_system_message_of_the_template_is_kept(self):
-    t = self._with("{% if messages and messages[0].role != 'system' %}<|im_start|>system\nBe kind<|im_end|>\n{% endif %}"
-                   + tokenizer_lib.CHATML)
+    default = "{% if messages and messages[0].role != 'system' %}<|im_start|>system\nBe kind<|im_end|>\n{% endif %}"
+    t = self._with(default + tokenizer_lib.CHATML)
     ids, mask = chat.encode_conversation(t, TALK[:2])
     self.assertStartsWith(t.decode(ids), '<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nHi')
     self.assertEqual(t.decode(ids[mask]), 'Yo<|im_end|>')

@@ -3,6 +3,7 @@
 import ast
 import importlib.util
 import pathlib
+import re
 
 from absl.testing import absltest
 
@@ -57,8 +58,15 @@ class ConfigsTest(absltest.TestCase):
     for path in FILES:
       with self.subTest(path.name):
         built = build(path)
+        self.add_documented_files(built, path)
         config.validate(built, base, device_count=1, where=path.name)
         self.assertEqual({name for name, _ in config.leaves(built)}, {name for name, _ in config.leaves(base)})
+
+  def add_documented_files(self, built, path):
+    """Sets the fields that the command in the file's docstring sets to a JSONL of the user's own."""
+    mine = self.create_tempfile('mine.jsonl').full_path
+    for name in re.findall(r'--config\.([\w.]+)=\w+\.jsonl', ast.get_docstring(ast.parse(path.read_text()))):
+      built.update_from_flattened_dict({name: mine})
 
   def test_experiments_are_short_and_say_how_they_are_run(self):
     for path in FILES:

@@ -8,7 +8,10 @@ import re
 from absl.testing import absltest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SOURCES = sorted(p for folder in ('ptjax', 'configs', 'tests') for p in (ROOT / folder).rglob('*.py'))
+SOURCES = sorted(
+    p for folder in ('ptjax', 'configs', 'tests') for p in (ROOT / folder).rglob('*.py')
+    if not p.is_relative_to(ROOT / 'tests' / 'data')
+)
 PACKAGE = [p for p in SOURCES if p.is_relative_to(ROOT / 'ptjax')]
 
 MAX_FILE_LINES = 500

@@ -17,24 +17,39 @@ import numpy as np
 import transformers
 
 OUT = pathlib.Path(__file__).resolve().parent.parent / 'data' / 'weights' / 'smollm2_tokens.npz'
-WORDS = """the of and to in is was for that with as his on be at by had not are but from or have an they which one you
-were her all she there would their we him been has when who will more no if out so said what up its about into than them
-can only other new some could time these two may then do first any my now such like our over man me even most made after
-also did many before must through back years where much your way well down should because each just those people how
-DON'T we'll I'm you've he'd it's THE'RE naïve café Straße résumé ÅNGSTRÖM façade coöperate""".split()
-CODE = ['def f(x, y=3):\n    return x ** y', 'for (int i = 0; i < n; ++i) {\n\tsum += a[i];\n}', 'x = {"a": [1, 2.5e-3]}',
-        'SELECT * FROM t WHERE id >= 10;', '<div class="c">&nbsp;</div>', '#!/bin/sh\nls -la | grep "x"\n',
-        'lambda s: s[::-1]', "f'{value!r:>10}'", 'std::vector<std::pair<int,int>>', '$\\frac{1}{2}\\alpha_{ij}^2$',
-        'if not (a and b) or c != d:\n        pass', '// TODO(x): fix\r\n', 'https://example.org/a?b=c&d=%20#e', '0xDEADBEEF',
-        '\t\treturn;\n\n\n}', 'np.einsum("BTD,DNH->BTNH", x, w)', '__init__', 'snake_case_name', 'camelCaseName', '</s>']
+WORDS = """
+    the of and to in is was for that with as his on be at by had not are but from or have an they which one you
+    were her all she there would their we him been has when who will more no if out so said what up its about into
+    than them can only other new some could time these two may then do first any my now such like our over man me
+    even most made after also did many before must through back years where much your way well down should because
+    each just those people how DON'T we'll I'm you've he'd it's THE'RE naïve café Straße résumé ÅNGSTRÖM façade
+    coöperate
+""".split()
+CODE = [
+    'def f(x, y=3):\n    return x ** y', 'for (int i = 0; i < n; ++i) {\n\tsum += a[i];\n}',
+    'x = {"a": [1, 2.5e-3]}', 'SELECT * FROM t WHERE id >= 10;', '<div class="c">&nbsp;</div>',
+    '#!/bin/sh\nls -la | grep "x"\n', 'lambda s: s[::-1]', "f'{value!r:>10}'",
+    'std::vector<std::pair<int,int>>', '$\\frac{1}{2}\\alpha_{ij}^2$',
+    'if not (a and b) or c != d:\n        pass', '// see f(x): 2\r\n', 'https://example.org/a?b=c&d=%20#e',
+    '0xDEADBEEF', '\t\treturn;\n\n\n}', 'np.einsum("BTD,DNH->BTNH", x, w)', '__init__', 'snake_case_name',
+    'camelCaseName', '</s>',
+]
 EMOJI = ['😀', '👩‍👩‍👧', '🇫🇷', '👍🏽', '❤️', '🚀🚀', '☃', '🤷‍♂️']
 SCRIPTS = ['你好，世界', '漢字仮名交じり文', 'こんにちは', '안녕하세요', 'Привет, мир', 'Γειά σου', 'שלום עולם', 'مرحبا بالعالم',
            'नमस्ते दुनिया', 'สวัสดีชาวโลก', 'ტესტი', 'Tiếng Việt', 'ﬁ ligature', 'e\u0301 combining', '𝔘𝔫𝔦𝔠𝔬𝔡𝔢']
-DIGITS = ['0', '7', '12', '345', '1234567890', '3.14159', '1,000,000', '-5', '+1e10', '٣٤', '½', '²', 'Ⅷ', '①', '१२३', '1st',
-          'v2.0.1', '2^10', '50%', '12:30', '(1)(2)', 'x1y2z3']
-SPACES = [' ', '  ', '   ', '\n', '\n\n', '\t', ' \n ', '\r\n', '\u00a0', '\u2003', '\u3000', '        ', '\x0b', '\u200b', '\u2028']
+DIGITS = [
+    '0', '7', '12', '345', '1234567890', '3.14159', '1,000,000', '-5', '+1e10', '٣٤', '½', '²', 'Ⅷ', '①',
+    '१२३', '1st', 'v2.0.1', '2^10', '50%', '12:30', '(1)(2)', 'x1y2z3',
+]
+SPACES = [
+    ' ', '  ', '   ', '\n', '\n\n', '\t', ' \n ', '\r\n', '\u00a0', '\u2003', '\u3000', '        ', '\x0b',
+    '\u200b', '\u2028',
+]
 MARKS = list('!"#$%&\'()*+,-./:;<=>?@[]^_`{|}~') + ['...', '—', '“”', '¿', '。', '!!!', '->', '==', '•']
-SPECIAL = ['<|im_start|>', '<|im_end|>', '<|endoftext|>', '<|im_start|>user\n', '<|im_end|>\n', '<|im_en', '<file_sep>', '<jupyter_code>']
+SPECIAL = [
+    '<|im_start|>', '<|im_end|>', '<|endoftext|>', '<|im_start|>user\n', '<|im_end|>\n', '<|im_en',
+    '<file_sep>', '<jupyter_code>',
+]
 ODD = ['\x00', '\x7f', '\ufeff', '\ufffd', '\U0010fffd', '\u202e', 'a' * 60, 'Ġ', 'Ċ', 'ĠĠ']
 
 

@@ -1,7 +1,7 @@
 """Makes the tiny Llama models under tests/data/weights/ with transformers, and their logits; needs torch, not ptjax.
 
-`tiny_linear`: tied head, f32, one file, linear RoPE scaling. `tiny_llama3`: own head, bf16 in several shards, llama3 RoPE
-scaling past its original context, a BOS added by the tokenizer, two end tokens, the template in a file of its own.
+`tiny_linear`: tied head, f32, one file, linear RoPE scaling. `tiny_llama3`: own head, bf16 in several shards, llama3
+RoPE scaling past its original context, a BOS added by the tokenizer, two end tokens, the template in a file of its own.
 `logits.npz` of each holds ids [T] and logits [T, V], computed in f32.
 
   python tests/reference/tiny_llama.py
@@ -23,10 +23,11 @@ SHAPE = dict(vocab_size=272, hidden_size=16, num_hidden_layers=2, num_attention_
 MODELS = {
     'tiny_linear': dict(tie_word_embeddings=True, rope_scaling=dict(rope_type='linear', factor=4.0)),
     'tiny_llama3': dict(tie_word_embeddings=False, rope_scaling=dict(
-        rope_type='llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)),
+        rope_type='llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=16)),
 }
-TEMPLATE = ("{{ bos_token }}{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|eot|>{% endfor %}"
-            "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}")
+TEMPLATE = ("{{ bos_token }}{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|eot|>"
+            "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}")
 
 
 def tokenizer(with_bos: bool) -> tokenizers.Tokenizer:

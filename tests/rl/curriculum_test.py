@@ -10,7 +10,7 @@ import numpy as np
 from ptjax import types
 from ptjax.rl import curriculum
 
-SETTINGS = dict(seed=1, weights=dict(code=1.0, math=3.0), min_share=0.1, raise_above=0.8, lower_below=0.2, window=4,
+SETTINGS = dict(seed=1, weights=dict(code=1.0, math=3.0), min_share=0.1, raise_at=0.8, lower_at=0.2, window=4,
                 rehearsal_frac=0.25)
 
 
@@ -134,7 +134,7 @@ class ErrorsTest(parameterized.TestCase):
       (dict(pools={'code': {0: pool('code', 0), 2: []}}), "domain 'code' has no task at level 2"),
       (dict(pools={'code': {1: pool('code', 0)}}), "task code/0/0 of domain 'code', level 0 lies in .* level 1"),
       (dict(weights=dict(code=1.0)), "weights name .'code'., but the task pools are .'code', 'math'."),
-      (dict(raise_above=0.2), 'lower_below 0.2, raise_above 0.2'),
+      (dict(raise_at=0.2), 'lower_at 0.2, raise_at 0.2'),
       (dict(window=0), 'window 0'),
       (dict(rehearsal_frac=1.0), 'rehearsal_frac 1.0'),
   )

@@ -29,6 +29,9 @@ class ExtractTest(parameterized.TestCase):
       ('12,345,678 people', '12345678', False),
       ('There is no such thing', None, False),
       ('Answer:', None, False),
+      ('Answer: 3 or 4', None, False),
+      ('**Answer:** 12', '12', True),
+      ('Answer:\n12', '12', True),
       ('', None, False),
   )
   def test_number(self, text, answer, format_ok):
@@ -47,6 +50,7 @@ class ExtractTest(parameterized.TestCase):
 
   @parameterized.parameters(
       ('Answer: 1 0\n0 1\n', '1 0\n0 1', True),
+      ('Answer: _ Q\nQ _', '_ Q\nQ _', True),
       (' up right ', 'up right', False),
       ('', None, False),
   )

@@ -119,9 +119,10 @@ class CorpusTest(parameterized.TestCase):
     pair = [row for row in rows if row['id'].startswith('cross_job')]
     with sandbox.Sandbox(tier=tier, workers=4) as box, concurrent.futures.ThreadPoolExecutor(4) as threads:
       alone = [row for row in rows if row not in pair]
-      wrong = {row['id']: found for row, found in zip(alone, threads.map(lambda row: self.check(box, host, row), alone))}
+      found = threads.map(lambda row: self.check(box, host, row), alone)
+      wrong = {row['id']: problems for row, problems in zip(alone, found)}
       wrong |= {row['id']: self.check(box, host, row) for row in pair}  # the second looks for traces of the first
-    self.assertEqual({name: found for name, found in wrong.items() if found}, {})
+    self.assertEqual({name: problems for name, problems in wrong.items() if problems}, {})
     self.assertEmpty(host.harm())
 
 

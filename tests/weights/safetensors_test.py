@@ -1,4 +1,4 @@
-"""Hugging Face directories: the logits of transformers, strict reading, and export that reads back to the same model."""
+"""Hugging Face directories: the logits of transformers, strict reading, export that reads back to the same model."""
 
 import json
 import pathlib

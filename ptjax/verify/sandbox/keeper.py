@@ -22,13 +22,15 @@ import types
 
 import jail as jails
 import linux
+import processes
 
 POLL_S = 0.02  # between two looks at memory, cpu time and disk; bounds how far past a limit a job can get
 SLOW_LOOKS = 5  # every so many looks the costly ones: files, shared memory
+LONGEST_END = 20  # costly looks that a process may take to end
 TICKS_PER_S = os.sysconf('SC_CLK_TCK')
 WARM_PYTHON = 'warm-python'
 PATH = '/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin'
-REASONS = {b't': 'time', b'o': 'output', b'k': ''}  # what the trainer may ask to end a job for
+REASONS = {b'o': 'output', b'k': ''}  # what the trainer may ask to end a job for
 
 
 def send_message(control: socket.socket, message: dict, *blobs: bytes):
@@ -48,10 +50,12 @@ def receive_exactly(control: socket.socket, size: int) -> bytes:
 
 def receive_request(control: socket.socket) -> tuple[dict, list[int], dict[str, bytes]]:
   """The next job: what to run, its open descriptors and its files. Raises EOFError when there will be none."""
-  head, descriptors, _, _ = socket.recv_fds(control, 4, 4)
+  head = b'k'
+  while head in REASONS:  # an order that came when its job had ended by itself
+    head, descriptors, _, _ = socket.recv_fds(control, 1, 4)
   if not head:
     raise EOFError('the trainer is gone')
-  head += receive_exactly(control, 4 - len(head))
+  head += receive_exactly(control, 3)
   request = json.loads(receive_exactly(control, struct.unpack('>I', head)[0]))
   return request, descriptors, {name: receive_exactly(control, size) for name, size in request['files']}
 
@@ -122,7 +126,7 @@ class Watch:
     self.limits = request['limits']
     self.cpu_s = self.peak_bytes = 0.0
     self.status = None
-    self._looks, self._own_ticks = 0, {}
+    self._looks, self._own_ticks, self._hidden = 0, {}, {}
 
   def run(self) -> dict:
     """Starts the job, waits for its end or the first limit, kills all of it, and says how it was."""
@@ -197,60 +201,41 @@ class Watch:
   def _over_limit(self) -> str | None:
     """The limit that the job is over, of those that no kernel counts for all of its processes together."""
     self._looks += 1
-    slow = self._looks % SLOW_LOOKS == 0
-    anon_kb = shared_kb = threads = ticks = 0
-    zero_kb = {}
-    for pid in self.jail.processes():
+    anon_kb = shared_kb = threads = ticks = disk = 0
+    pids = self.jail.processes()
+    for pid in pids:
       try:
-        fields, (own, waited) = read_status(pid), read_ticks(pid)
-        if slow:
-          zero_kb |= {inode: max(size, zero_kb.get(inode, 0)) for inode, size in read_zero_maps(pid).items()}
+        fields, (own, waited) = processes.read_status(pid), processes.read_ticks(pid)
       except (FileNotFoundError, ProcessLookupError):
-        continue  # ended since it was listed
+        continue
       anon_kb += fields.get('RssAnon', 0) + fields.get('VmSwap', 0)
       shared_kb += fields.get('RssShmem', 0)
       threads += fields['Threads']
       ticks += own + waited
       self._own_ticks[pid] = own
-    memory_kb = anon_kb + max(shared_kb, sum(zero_kb.values()))
+    memory_kb, most_kb = anon_kb + shared_kb, self.limits['memory_mb'] * 1024
+    if memory_kb > most_kb or self._looks % SLOW_LOOKS == 0:
+      found = self.jail.inspect(pids)
+      if found is None or self._hides(found[3]):
+        return 'memory'
+      memory_kb = memory_kb if found[3] else max(found[:2])
+      disk = self.jail.disk_bytes(self.limits) + found[2]
     self.peak_bytes = max(self.peak_bytes, memory_kb * 1024)
     self._count_cpu(ticks)
-    over = {'memory': memory_kb > self.limits['memory_mb'] * 1024, 'cpu': self.cpu_s > self.limits['cpu_s'],
-            'pids': threads > self.limits['pids'],
-            'disk': slow and self.jail.disk_bytes(self.limits) > self.limits['disk_mb'] * 2**20}
+    over = {'memory': memory_kb > most_kb, 'cpu': self.cpu_s > self.limits['cpu_s'],
+            'pids': threads > self.limits['pids'], 'disk': disk > self.limits['disk_mb'] * 2**20}
     return next((name for name, is_over in over.items() if is_over), None)
+
+  def _hides(self, hidden: list[int]) -> bool:
+    """Whether a process has refused to be looked at for longer than one takes to end."""
+    self._hidden = {pid: self._hidden.get(pid, 0) + 1 for pid in hidden}
+    return max(self._hidden.values(), default=0) > LONGEST_END
 
   def _count_cpu(self, live_ticks: int):
     """CPU time both ways: with children that were waited for, and with those that were seen and that nobody did."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     seen_s = sum(self._own_ticks.values()) / TICKS_PER_S
     self.cpu_s = max(self.cpu_s, seen_s, live_ticks / TICKS_PER_S + used.ru_utime + used.ru_stime)
-
-
-def read_status(pid: int) -> dict[str, int]:
-  """The numbers in a process's status; memory in kB. Raises OSError when it has ended."""
-  with open(f'/proc/{pid}/status', errors='replace') as file:
-    pairs = (line.split(':', 1) for line in file)
-    return {name: int(text.split()[0]) for name, text in pairs if name == 'Threads' or name.startswith(('Rss', 'VmS'))}
-
-
-def read_ticks(pid: int) -> tuple[int, int]:
-  """CPU time of a process, and of its children that it has waited for."""
-  with open(f'/proc/{pid}/stat', 'rb') as file:
-    times = [int(word) for word in file.read().rpartition(b')')[2].split()[11:15]]
-  return times[0] + times[1], times[2] + times[3]
-
-
-def read_zero_maps(pid: int) -> dict[bytes, int]:
-  """Anonymous shared memory by its inode, in kB: all that was mapped, for touched pages can be hidden from the rest."""
-  sizes = {}
-  with open(f'/proc/{pid}/maps', 'rb') as file:
-    for line in file:
-      if line.rstrip().endswith(b'/dev/zero (deleted)'):
-        area, _, _, _, inode = line.split()[:5]
-        first, last = (int(edge, 16) for edge in area.split(b'-'))
-        sizes[inode] = sizes.get(inode, 0) + (last - first >> 10)
-  return sizes
 
 
 def become_job(jail, request: dict, descriptors: list[int], tell: int):
@@ -268,16 +253,14 @@ def become_job(jail, request: dict, descriptors: list[int], tell: int):
   raise_oom_score()
   environment = {'PATH': PATH, 'HOME': jail.home, 'TMPDIR': jail.temporary, 'LANG': 'C.UTF-8', **request['env']}
   jail.confine(request['limits'])
-  for number in range(1, signal.NSIG):
-    if number not in (signal.SIGKILL, signal.SIGSTOP, 32, 33):
-      signal.signal(number, signal.SIG_DFL)
-  signal.pthread_sigmask(signal.SIG_SETMASK, [])
+  linux.set_dumpable(True)  # a change of uid clears it
   argv = request['argv']
   if argv[0] == WARM_PYTHON:
-    os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(environment)  # over nothing: the worker has none
     os.close(kept)
     run_warm(argv[1:])
+  for number in (signal.SIGPIPE, signal.SIGXFSZ):
+    signal.signal(number, signal.SIG_DFL)  # which this interpreter ignores
   try:
     os.execvpe(argv[0], argv, environment)
   except OSError as error:
@@ -288,8 +271,7 @@ def become_job(jail, request: dict, descriptors: list[int], tell: int):
 def raise_oom_score():
   """Makes the job the kernel's first choice when the whole host is out of memory."""
   try:
-    with open('/proc/self/oom_score_adj', 'w') as file:
-      file.write('1000')
+    linux.write_file('/proc/self/oom_score_adj', '1000')
   except OSError:
     return  # a host that shows no such file: the keeper's own limit is what counts
 
@@ -297,8 +279,7 @@ def raise_oom_score():
 def run_warm(arguments: list[str]):
   """Runs a program as this process's `__main__`, the way `python -I -S` does, and exits with its status."""
   signal.signal(signal.SIGINT, signal.default_int_handler)
-  signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-  for name in ('linux', 'jail', 'keeper'):
+  for name in ('folders', 'jail', 'keeper', 'linux', 'processes'):
     sys.modules.pop(name, None)
   for name in ('exit', 'quit'):  # which a plain program expects, and only `site` would bring
     setattr(builtins, name, _sitebuiltins.Quitter(name, 'Ctrl-D'))

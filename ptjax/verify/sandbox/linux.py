@@ -5,6 +5,7 @@ refuses raises OSError with the call's name, so that a probe can say which featu
 """
 
 import ctypes
+import functools
 import os
 import platform
 import struct
@@ -77,6 +78,15 @@ def syscall(name: str, number: int, *args) -> int:
   """The kernel's answer to one raw call. Raises OSError, which carries `name`."""
   plain = [ctypes.c_long(a) if isinstance(a, int) else a for a in args]
   return _check(_libc.syscall(ctypes.c_long(number), *plain), name)
+
+
+def write_file(path: str, text: str):
+  """One write to a file that is there, as the kernel's own files want it."""
+  descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+  try:
+    os.write(descriptor, text.encode())
+  finally:
+    os.close(descriptor)
 
 
 def prctl(option: int, *args: int) -> int:
@@ -152,8 +162,9 @@ def drop_capabilities():
           ctypes.create_string_buffer(24))
 
 
-def _filter(sockets: bool, metadata: bool) -> bytes:
-  """A seccomp program. sockets: allow the four harmless families. metadata: allow chmod and its like."""
+@functools.cache
+def seccomp_program(sockets: bool, metadata: bool) -> bytes:
+  """The filter's code. sockets: allow the four harmless families. metadata: allow chmod and its like."""
   column, arch = ARCHES[MACHINE]
   op = lambda code, yes, no, value: struct.pack('HBBI', code, yes, no, value)
   argument = lambda i: op(0x20, 0, 0, 16 + 8 * i)  # its low half
@@ -186,7 +197,7 @@ def install_filter(sockets: bool, metadata: bool):
   """Puts the seccomp filter on this process for good, with no_new_privs."""
   if MACHINE not in ARCHES:
     raise OSError(38, f'seccomp: no filter table for {MACHINE}, only for {sorted(ARCHES)}')
-  program = ctypes.create_string_buffer(_filter(sockets, metadata))
+  program = ctypes.create_string_buffer(seccomp_program(sockets, metadata))
   header = ctypes.create_string_buffer(struct.pack('HxxxxxxQ', (len(program) - 1) // 8, ctypes.addressof(program)))
   prctl(38, 1)
   prctl(22, 2, ctypes.addressof(header))

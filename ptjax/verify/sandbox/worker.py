@@ -129,7 +129,8 @@ class Worker:
 class Job:
   """A running job with a two-way byte channel, which the program holds as descriptor 3. For one thread at a time.
 
-  A job that is not finished holds a worker, so use it as a context manager: leaving it kills the job.
+  A job that is not finished holds a worker, so use it as a context manager: leaving it kills the job. `send`,
+  `receive`, `finish` and `kill` raise SandboxError when the host broke.
   """
 
   def __init__(self, worker: Worker, request: dict, blobs: list[bytes], stdin: bytes, channel: bool, release):
@@ -139,11 +140,15 @@ class Job:
     self._flooded, self._failure = False, None
     self._selector = selectors.DefaultSelector()
     self._channel = None
-    theirs = self._open(channel)
+    try:
+      theirs = self._open(channel)
+    except OSError as error:
+      self._close()
+      raise SandboxError(f'no pipes for a job: {error}') from error
     try:
       worker.submit(request, [end if isinstance(end, int) else end.fileno() for end in theirs], blobs)
-    except SandboxError as error:
-      self._abandon(error)
+    except SandboxError:
+      self._close()
       raise
     finally:
       for end in theirs:
@@ -155,6 +160,8 @@ class Job:
     their_stdin, our_stdin = os.pipe()
     our_stdout, their_stdout = os.pipe()
     our_stderr, their_stderr = os.pipe()
+    for end in (their_stdin, their_stdout, their_stderr):
+      os.fchmod(end, 0o666)  # so that /dev/stdout opens for the job's uid
     os.set_blocking(our_stdin, False)
     self._selector.register(our_stdin, selectors.EVENT_WRITE, self._feed)
     self._selector.register(our_stdout, selectors.EVENT_READ, lambda end: self._drain(end, 'stdout'))
@@ -179,6 +186,8 @@ class Job:
     """Writes all of `data` to the job's descriptor 3. Raises BrokenPipeError once the job has closed it or ended."""
     rest = memoryview(data)
     while rest:
+      if self._hung_up:
+        raise BrokenPipeError('the job has closed its channel')
       try:
         rest = rest[self._channel.send(rest, socket.MSG_NOSIGNAL):]
       except BlockingIOError:
@@ -221,7 +230,8 @@ class Job:
       return
     try:
       for key, _ in self._selector.select(timeout_s):
-        key.data(key.fileobj)
+        if self._result is None:  # else the one before was the report, and these are closed
+          key.data(key.fileobj)
       if self._ended is None and time.monotonic() > self._deadline:
         raise SandboxError(f'sandbox worker, tier {self._worker.tier}: silent {GRACE_S} s past the wall limit')
     except SandboxError as error:
@@ -272,8 +282,9 @@ class Job:
       return
     if self._ended is None:
       raise SandboxError(f'sandbox worker, tier {worker.tier}: its keeper died with status {message["reaped"]}')
-    for key in list(self._selector.get_map().values()):
-      while key.fileobj in self._selector.get_map() and key.fileobj is not worker and key.events == selectors.EVENT_READ:
+    watched = self._selector.get_map()
+    for key in [key for key in watched.values() if key.data not in (self._feed, self._report)]:
+      while key.fileobj in watched:
         key.data(key.fileobj)  # every writer is dead, so each of these ends
     if self._flooded:
       self._ended['verdict'] = 'limit:output'

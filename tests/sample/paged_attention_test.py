@@ -1,0 +1,78 @@
+"""Paged attention against dense masked attention, with everything that is not live set to nan."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+from ptjax.models import attention
+from ptjax.sample import paged_attention
+
+K, G, H = 2, 3, 8
+
+
+def poisoned_pool(rng, pages, page_size, rows):
+  """Pages scattered over a pool of nan, holding `rows` of (keys, values) [S, K, H]; returns the pool and the tables."""
+  pool = np.full((pages, K, page_size, 2 * H), np.nan, np.float32)
+  free = list(rng.permutation(np.arange(1, pages)))
+  tables = []
+  for keys, values in rows:
+    table = [free.pop() for _ in range(-(-len(keys) // page_size))]
+    for s in range(len(keys)):
+      pool[table[s // page_size], :, s % page_size] = np.concatenate([keys[s], values[s]], axis=-1)
+    tables.append(table)
+  return pool, tables
+
+
+class PagedAttentionTest(parameterized.TestCase):
+
+  @parameterized.parameters((1, (1, 7, 130)), (4, (5, 4, 1)), (16, (16, 33, 200)), (64, (63, 64, 65)))
+  def test_decode_equals_dense(self, page_size, lengths):
+    rng = np.random.default_rng(0)
+    rows = [(rng.normal(size=(s, K, H)), rng.normal(size=(s, K, H))) for s in lengths]
+    pool, tables = poisoned_pool(rng, 240, page_size, rows)
+    width = max(map(len, tables)) + 3
+    table_BJ = np.asarray([t + [0] * (width - len(t)) for t in tables], np.int32)
+    q_BNH = rng.normal(size=(3, K * G, H)).astype(np.float32)
+    out_BNH = jax.jit(paged_attention.decode)(q_BNH, pool, table_BJ, np.asarray(lengths, np.int32))
+    for b, (keys, values) in enumerate(rows):
+      wanted = attention.masked_attention(
+          q_BNH[b][None, None], keys[None].astype(np.float32), values[None].astype(np.float32),
+          np.ones((1, 1, lengths[b]), bool))
+      np.testing.assert_allclose(out_BNH[b], wanted[0, 0], atol=2e-6)
+
+  def test_chunk_equals_dense_with_a_shared_prefix(self):
+    """Row 0 has 6 earlier tokens, row 1 shares its first page of 4, row 2 has none; two padding tokens."""
+    rng = np.random.default_rng(1)
+    C, new, earlier = 4, (3, 5, 2), (6, 4, 0)
+    draw = lambda n: rng.normal(size=(n, K, H)).astype(np.float32)
+    old = [(draw(6), draw(6))]
+    pool, (table,) = poisoned_pool(rng, 12, C, old)
+    fresh = [(draw(n), draw(n)) for n in new]
+    pad = draw(2)
+    k_TKH, v_TKH = (np.concatenate([f[i] for f in fresh] + [pad]) for i in range(2))
+    row_T = np.asarray([0] * 3 + [1] * 5 + [2] * 2 + [-1] * 2)
+    mask_TS = (row_T[:, None] == row_T[None]) & np.tri(12, dtype=bool)
+    live_RU = np.asarray([[4, 2, 0], [4, 0, 0], [0, 0, 0], [0, 0, 0]], np.int32)  # the last row is padding's
+    q_TNH = rng.normal(size=(12, K * G, H)).astype(np.float32)
+    out_TNH = jax.jit(paged_attention.chunk)(
+        q_TNH, k_TKH, v_TKH, mask_TS, pool, np.asarray([*table, 0], np.int32), np.int32(2), live_RU[row_T])
+    self.assertTrue(np.isfinite(out_TNH).all())
+    for row, (keys, values) in enumerate(fresh):
+      k = np.concatenate([old[0][0][:earlier[row]], keys])[None]
+      v = np.concatenate([old[0][1][:earlier[row]], values])[None]
+      mask = np.tri(k.shape[1], dtype=bool)[None, earlier[row]:]
+      wanted = attention.masked_attention(q_TNH[row_T == row][None], k, v, mask)
+      np.testing.assert_allclose(out_TNH[row_T == row], wanted[0], atol=2e-6)
+
+  def test_write_touches_only_its_places(self):
+    pool = np.zeros((3, K, 4, 2 * H), np.float32)
+    ones = np.ones((2, K, H), np.float32)
+    out = np.asarray(paged_attention.write(jnp.asarray(pool), ones, 2 * ones, np.asarray([1, 2]), np.asarray([3, 0])))
+    np.testing.assert_array_equal(out[[1, 2], :, [3, 0], :H], 1)
+    np.testing.assert_array_equal(out[[1, 2], :, [3, 0], H:], 2)
+    self.assertEqual(np.count_nonzero(out), 2 * K * 2 * H)
+
+
+if __name__ == '__main__':
+  absltest.main()

@@ -1,0 +1,193 @@
+"""code: honest solutions pass, and nothing that a solution does to its own process or to any file forges a verdict."""
+
+import json
+import pathlib
+import tempfile
+
+from absl.testing import absltest
+from absl.testing import parameterized
+
+from ptjax import types
+from ptjax.verify import base
+from ptjax.verify import code
+
+_DATA = pathlib.Path(__file__).parents[1] / 'data' / 'grading'
+_CASES = json.loads((_DATA / 'cases.json').read_text())
+# Every case is graded in its first style; these in all of theirs.
+_IN_ALL_STYLES = ('control_honest', 'control_wrong', 'control_no_function', 'patch_test_code', 'eq_int_subclass',
+                  'conftest_drop', 'read_expected_files', 'fake_passed_print')
+_POOL = None
+
+
+def setUpModule():
+  global _POOL
+  _POOL = base.VerifierPool()
+
+
+def tearDownModule():
+  _POOL.close()
+
+
+def call_task(cases, entry='f', **fields):
+  text = json.dumps({'entry': entry, 'cases': [{'args': a, 'expected': e} for a, e in cases], **fields})
+  return types.Task('t', 'd', (), 'code', tests={'style': 'call', 'text': text})
+
+
+def verify(task, text):
+  return _POOL.verify(task, text)
+
+
+class CorpusTest(absltest.TestCase):
+
+  def test_verdicts(self):
+    with tempfile.TemporaryDirectory() as folder:
+      mark = pathlib.Path(folder) / 'mark'
+      graded = []
+      for case in _CASES:
+        styles = list(case['tests']) if case['id'] in _IN_ALL_STYLES else list(case['tests'])[:1]
+        for style in styles:
+          tests = {'style': style, 'text': (_DATA / case['tests'][style]).read_text()}
+          solution = (_DATA / case['solution']).read_text().replace('@PWNED@', str(mark))
+          limits = case['limits'] | {'cpu_s': 2.0}
+          task = types.Task(f'{case["id"]}/{style}', 'd', (), 'code', tests=tests, limits=limits)
+          graded.append((case, task, solution))
+      verdicts = _POOL.run([task for _, task, _ in graded], [solution for _, _, solution in graded])
+      for (case, task, _), verdict in zip(graded, verdicts):
+        with self.subTest(task.id, why=case['why']):
+          self.assertIn(verdict.status, ('pass',) if case['verdict'] == 'pass' else ('fail', 'timeout'), verdict)
+          self.assertEqual(verdict.score, float(case['verdict'] == 'pass'))
+      self.assertFalse(mark.exists())
+
+
+class CallTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ('def f(x):\n  return x + 1', 2, 'pass'),
+      ('def f(x):\n  return x + 1.0', 2, 'fail'),
+      ('def f(x):\n  return True', 1, 'fail'),
+      ('def f(x):\n  return (x,)', [1], 'fail'),
+      ('def f(x):\n  return [x]', [1], 'pass'),
+      ('def f(x):\n  return {"a": [x, None, "é"]}', {'a': [1, None, 'é']}, 'pass'),
+      ('import collections\ndef f(x):\n  return collections.Counter("aab")', {'a': 2, 'b': 1}, 'pass'),
+      ('def f(x):\n  return float("nan")', 1.5, 'fail'),
+      ('def f(x):\n  return 10 ** 5000', 10**40, 'fail'),
+      ('def f(x):\n  raise ValueError("no")', 1, 'fail'),
+      ('def f(x):\n  a = []\n  a.append(a)\n  return a', [], 'fail'),
+      ('f = 3', 3, 'fail'),
+  )
+  def test_values_are_compared_type_for_type(self, source, expected, status):
+    verdict = verify(call_task([([1], expected)]), source)
+    self.assertEqual(verdict.status, status, verdict)
+    self.assertEqual(verdict.evidence['tests'], 1)
+
+  def test_limits_are_the_solutions_fault_and_named(self):
+    task = call_task([([1], 1)])
+    for source, wall_s, status, limit in (
+        ('def f(x):\n  while True: pass', 30.0, 'timeout', 'limit:cpu'),
+        ('import time\ndef f(x):\n  time.sleep(60)', 1.0, 'timeout', 'limit:time'),
+        ('def f(x):\n  return [bytearray(1 << 24) for _ in range(1000)]', 30.0, 'fail', 'limit:memory')):
+      limits = {'wall_s': wall_s, 'cpu_s': 1.0, 'memory_mb': 128}
+      verdict = verify(types.Task('t', 'd', (), 'code', tests=task.tests, limits=limits), source)
+      self.assertEqual((verdict.status, verdict.evidence.get('limit')), (status, limit), verdict)
+
+  def test_no_tests_is_no_pass(self):
+    self.assertEqual(verify(call_task([]), 'def f(x):\n  return 1').status, 'fail')
+    for style, text in (('asserts', 'x = 1'), ('unittest', 'import unittest'), ('pytest', 'x = 1')):
+      task = types.Task('t', 'd', (), 'code', tests={'style': style, 'text': text})
+      self.assertEqual(verify(task, 'def f(x):\n  return 1').status, 'fail', style)
+
+  def test_tolerance(self):
+    task = call_task([([1], 0.3)], tolerance=1e-6)
+    self.assertEqual(verify(task, 'def f(x):\n  return 0.1 + 0.2').status, 'pass')
+    self.assertEqual(verify(task, 'def f(x):\n  return 0.31').status, 'fail')
+
+  def test_files_are_there(self):
+    task = types.Task('t', 'd', (), 'code', tests=call_task([([1], 'hello')]).tests, files={'data/a.txt': 'hello'})
+    self.assertEqual(verify(task, 'def f(x):\n  return open("data/a.txt").read()').status, 'pass')
+
+
+class ProgramTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ('unittest', 'import unittest\nfrom solution import f\nclass T(unittest.TestCase):\n'
+       '  def test_a(self):\n    self.assertEqual(f(1), 2)\n'
+       '  @unittest.skip("x")\n  def test_b(self):\n    pass\n', 'fail'),
+      ('unittest', 'import unittest, solution\nclass T(unittest.TestCase):\n'
+       '  def test_a(self):\n    self.assertEqual(solution.f(1), 2)\n'
+       '  def test_b(self):\n    with self.assertRaises(TypeError):\n      solution.f("a")\n', 'pass'),
+      ('pytest', 'import pytest\nfrom solution import f\n@pytest.mark.parametrize("x", [1, 2])\n'
+       'def test_a(x):\n  assert f(x) == x + 1\n'
+       'def test_b():\n  with pytest.raises(TypeError):\n    f(None)\n', 'pass'),
+      ('pytest', 'import pytest\nfrom solution import f\ndef test_a():\n  assert f(1) == 2\n'
+       'def test_b():\n  pytest.skip("x")\n', 'fail'),
+      ('asserts', 'assert f(1) == 2\nassert LIMIT == (1, 2)\nassert f(x=3) == 4', 'pass'),
+      ('asserts', 'assert f(1) == 2\nassert f(1) == 3', 'fail'),
+  )
+  def test_program(self, style, text, status):
+    task = types.Task('t', 'd', (), 'code', tests={'style': style, 'text': text})
+    verdict = verify(task, 'LIMIT = (1, 2)\ndef f(x):\n  return x + 1')
+    self.assertEqual(verdict.status, status, verdict)
+
+  @parameterized.parameters(
+      ('asserts', 'assert abs(f(1) - 2) < 1e-6'),
+      ('pytest', 'from solution import *\ndef test_a():\n  assert abs(f(1) - 2) < 1e-6\n'),
+  )
+  def test_a_solution_does_not_replace_what_judges_it(self, style, text):
+    task = types.Task('t', 'd', (), 'code', tests={'style': style, 'text': text})
+    self.assertEqual(verify(task, 'def f(x):\n  return 7\ndef abs(x):\n  return 0').status, 'fail')
+    self.assertEqual(verify(task, 'def f(x):\n  return 2').status, 'pass')
+
+  def test_counts(self):
+    task = types.Task('t', 'd', (), 'code', tests={'style': 'asserts', 'text': 'assert f(1) == 2\nassert f(1) == 3'})
+    self.assertEqual({k: verify(task, 'def f(x):\n  return x + 1').evidence[k] for k in ('tests', 'passed')},
+                     {'tests': 2, 'passed': 1})
+
+
+class StdioTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ('print(int(input()) * 2)', 'pass'),
+      ('print(int(input()) * 2, end="  \\n\\n")', 'pass'),
+      ('print(int(input()) * 3)', 'fail'),
+      ('print(int(input()) * 2); raise SystemExit(1)', 'fail'),
+      ('print(" ", int(input()) * 2)', 'fail'),
+  )
+  def test_stdout(self, source, status):
+    text = json.dumps({'cases': [{'stdin': '2\n', 'expected': '4\n'}, {'stdin': '5\n', 'expected': '10'}]})
+    task = types.Task('t', 'd', (), 'code', tests={'style': 'stdio', 'text': text})
+    self.assertEqual(verify(task, source).status, status)
+
+
+class ExtractTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      ('def f(x):\n  return 1', 'def f(x):\n  return 1', True),
+      ('```python\ndef f(x):\n  return 1\n```', 'def f(x):\n  return 1\n', True),
+      ('Sure:\n```python\ndef f(x):\n  return 1\n```\nUse it:\n```\nf(2)\n```', 'def f(x):\n  return 1\n', False),
+      ('Here it is:\n\ndef f(x):\n  return 1\n\nIt is good, isn\'t it.', 'def f(x):\n  return 1\n', False),
+      ('```python\ndef f(x):\n  return 1', 'def f(x):\n  return 1', True),
+      ('no code here', 'no code here', False),
+      ('', '', False),
+  )
+  def test_extract(self, text, source, format_ok):
+    self.assertEqual(code.extract_code(text, 'f'), (source, format_ok))
+
+
+class CheckTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      (dict(tests=None), 'field "tests" must be'),
+      (dict(tests={'style': 'doctest', 'text': ''}), 'field "tests" must be'),
+      (dict(tests={'style': 'call', 'text': '{'}), 'field "tests.text" of style call must be JSON'),
+      (dict(tests={'style': 'call', 'text': '{"cases": []}'}), 'entry'),
+      (dict(tests={'style': 'asserts', 'text': ''}, limits={'ram': 1}), 'field "limits" has unknown'),
+      (dict(tests={'style': 'asserts', 'text': ''}, limits={'wall_s': -1}), 'field "limits"'),
+      (dict(tests={'style': 'asserts', 'text': ''}, files={'solution.py': ''}), 'field "files"'),
+  )
+  def test_message(self, fields, message):
+    with self.assertRaisesRegex(ValueError, message):
+      code.check(types.Task('t', 'd', (), 'code', **fields))
+
+
+if __name__ == '__main__':
+  absltest.main()
