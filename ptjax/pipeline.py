@@ -101,8 +101,9 @@ def build(config, *, tasks: bool = True) -> tuple[Parts, Any]:
 def load_model(config, mesh):
   """The model source, laid over the mesh."""
   m = config.model
-  return model_weights.load(m.source, place=functools.partial(devices.put_global, mesh, fit=True),
-                            cache_dir=m.cache_dir, seed=config.seed, param_dtype=m.param_dtype, compute_dtype=m.compute_dtype, remat=m.remat)
+  return model_weights.load(
+      m.source, place=functools.partial(devices.put_global, mesh, fit=True), cache_dir=m.cache_dir, seed=config.seed,
+      param_dtype=m.param_dtype, compute_dtype=m.compute_dtype, remat=m.remat)
 
 
 def load_tasks(config):
@@ -208,7 +209,7 @@ def _begin(config, workdir, name, done, overrides) -> lineage.Manifest | None:
 
 
 def _finish(config, workdir, parts, plain, stage, manifest, *, parent) -> None:
-  """Evaluates the stage, holds it against its parent and closes its manifest; without held-out tasks, the last alone."""
+  """Evaluates the stage, holds it against its parent and closes its manifest; without held-out tasks only closes it."""
   manifest.data = dict(
       train={domain: lineage.digest([task.id for task in tasks])
              for domain, tasks in supervised.by_domain(parts.train_tasks).items()},

@@ -21,6 +21,8 @@ os.environ.update(
     JAX_COMPILATION_CACHE_DIR=str(ROOT / '.jax_cache'),
     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0',
     JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES='-1',
+    # Eight devices share two cores or fewer: a collective may wait long for the last of them without being stuck.
+    XLA_FLAGS='--xla_cpu_collective_call_terminate_timeout_seconds=600',
     TEST_TMPDIR=tempfile.mkdtemp(prefix='ptjax_test_'),  # where absltest's create_tempdir works
 )
 

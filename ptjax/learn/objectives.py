@@ -1,7 +1,7 @@
 """What each kind of stage minimises, assembled from the loss tables into the one form that `update` takes.
 
-An objective is `(logp_BT, entropy_BT, batch) -> (sum, weight, {metric: (sum, weight)})`. Names are looked up here, once,
-before anything is compiled; the compiled step never sees them.
+An objective is `(logp_BT, entropy_BT, batch) -> (sum, weight, {metric: (sum, weight)})`. Names are looked up here,
+once, before anything is compiled; the compiled step never sees them.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ def supervised() -> Objective:
 
 
 def preference(settings: Mapping) -> Objective:
-  """The preference loss `settings['loss']` over chosen/rejected branches, with the reference's log-probs in the batch."""
+  """The preference loss `settings['loss']` over chosen/rejected branches; the batch holds the reference's log-probs."""
   loss = losses.bind(losses.PREFERENCE_LOSSES, settings['loss'], settings, what='preference loss')
   branches, beta = settings['branches'], settings['beta']
 

@@ -1,7 +1,8 @@
 """From tasks to rollouts: renders prompts, samples completions with the engine, decodes them.
 
-With several processes each samples the tasks it owns on its own devices and all get the whole list back, in task order.
-A request's draws depend on (seed, step, task, sample) alone, so the result does not depend on how tasks were shared out.
+With several processes each samples the tasks it owns on its own devices and all get the whole list back, in task
+order. A request's draws depend on (seed, step, task, sample) alone, so the result does not depend on how tasks were
+shared out.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """The device programs of the sampler: prefill a chunk, decode a window, copy pages. Pure functions of arrays.
 
-They run the trainer's own Block, handing it an `attend` that writes to and reads from a paged pool. Layers are unrolled, one
-pool array each, so that donated pools are updated in place. Neither program knows what a request is: a chunk is T
-packed tokens, a window is B rows, and whatever is padding or finished writes to the sink page.
+They run the trainer's own Block, handing it an `attend` that writes to and reads from a paged pool. Layers are
+unrolled, one pool array each, so that donated pools are updated in place. Neither program knows what a request is: a
+chunk is T packed tokens, a window is B rows, and whatever is padding or finished writes to the sink page.
 """
 
 from typing import NamedTuple
@@ -41,16 +41,16 @@ class Rows(NamedTuple):
 
 
 class Chunk(NamedTuple):
-  """T packed prompt tokens of several rows, and the list of the U earlier pages that they look at."""
+  """T packed prompt tokens of several rows, and the list of the J earlier pages that they look at."""
 
   token_T: jax.Array
   position_T: jax.Array
   row_T: jax.Array  # which row a token belongs to, -1 for padding
   page_T: jax.Array  # where its key and value go
   offset_T: jax.Array
-  page_U: jax.Array
-  pages: jax.Array  # real entries of page_U
-  live_RU: jax.Array  # tokens of each listed page that row r sees
+  page_J: jax.Array
+  pages: jax.Array  # real entries of page_J
+  live_RJ: jax.Array  # tokens of each listed page that row r sees
 
 
 class Decoder:
@@ -135,11 +135,11 @@ class Decoder:
     """The pools with the keys and values of the chunk's tokens."""
     T = chunk.token_T.shape[0]
     mask_TS = (chunk.row_T[:, None] == chunk.row_T[None, :]) & np.tri(T, dtype=bool)
-    live_TU = jnp.where((chunk.row_T >= 0)[:, None], chunk.live_RU[chunk.row_T], 0)
+    live_TJ = jnp.where((chunk.row_T >= 0)[:, None], chunk.live_RJ[chunk.row_T], 0)
 
     def attend(pool_ZKCH, q_BTNH, k_BTKH, v_BTKH):
-      out_TNH = paged_attention.chunk(q_BTNH[0], k_BTKH[0], v_BTKH[0], mask_TS, pool_ZKCH, chunk.page_U, chunk.pages,
-                                      live_TU)
+      out_TNH = paged_attention.chunk(q_BTNH[0], k_BTKH[0], v_BTKH[0], mask_TS, pool_ZKCH, chunk.page_J, chunk.pages,
+                                      live_TJ)
       return paged_attention.write(pool_ZKCH, k_BTKH[0], v_BTKH[0], chunk.page_T, chunk.offset_T), out_TNH[None]
 
     _, pools = self._hidden(params, pools, chunk.token_T[None], chunk.position_T[None], attend)

@@ -92,12 +92,12 @@ class Engine:
     """
     limits, prompt = self.limits, request.prompt_ids
     if len(prompt) + 1 > limits.max_context:
-      raise ValueError(f'request {request.id!r}: prompt of {len(prompt)} tokens leaves no room to answer in a context of '
-                       f'{limits.max_context}; fix: a shorter prompt or a larger sampler max_context')
+      raise ValueError(f'request {request.id!r}: prompt of {len(prompt)} tokens leaves no room to answer in a context '
+                       f'of {limits.max_context}; fix: a shorter prompt or a larger sampler max_context')
     if prompt.min() < 0 or prompt.max() >= self.config.vocab_size:
       raise ValueError(f'request {request.id!r}: token ids must be in [0, {self.config.vocab_size})')
     if len(request.stop_ids) > limits.stop_ids:
-      raise ValueError(f'request {request.id!r}: {len(request.stop_ids)} stop ids, at most {limits.stop_ids} are allowed')
+      raise ValueError(f'request {request.id!r}: {len(request.stop_ids)} stop ids, at most {limits.stop_ids}')
     limit = min(request.max_tokens, limits.max_context - len(prompt))
     for sample in range(request.samples):
       tokens = np.concatenate([prompt, np.zeros(limit, np.int32)])
@@ -183,8 +183,8 @@ class Engine:
     token_T, position_T, offset_T = (np.zeros(T, np.int32) for _ in range(3))
     row_T, page_T = np.full(T, -1, np.int32), np.full(T, SINK, np.int32)
     listed: dict[int, int] = {}  # page -> its place in the list
-    U = limits.chunk_pages
-    page_U, live_RU = np.zeros(U, np.int32), np.zeros((T, U), np.int32)
+    J = limits.chunk_pages
+    page_J, live_RJ = np.zeros(J, np.int32), np.zeros((T, J), np.int32)
     at = 0
     for row, piece in enumerate(pieces):
       sequence, n = piece.sequence, piece.stop - piece.start
@@ -194,10 +194,10 @@ class Engine:
       page_T[span], offset_T[span] = np.asarray(sequence.pages, np.int32)[position // C], position % C
       for j in range(-(-piece.start // C)):
         place = listed.setdefault(sequence.pages[j], len(listed))
-        live_RU[row, place] = min(C, piece.start - j * C)
+        live_RJ[row, place] = min(C, piece.start - j * C)
       at += n
-    page_U[:len(listed)] = list(listed)
-    return decode.Chunk(token_T, position_T, row_T, page_T, offset_T, page_U, np.int32(len(listed)), live_RU)
+    page_J[:len(listed)] = list(listed)
+    return decode.Chunk(token_T, position_T, row_T, page_T, offset_T, page_J, np.int32(len(listed)), live_RJ)
 
   def _decode_window(self) -> None:
     scheduler, counts = self._scheduler, self._scheduler.counts

@@ -2,9 +2,9 @@
 
 A pool is one array per layer, pool_ZKCH: Z pages of C tokens, kv head outside the token so that a page and head is one
 tile; its last axis holds a token's key in the first half and its value in the second. Reading loops over blocks of
-pages up to the live length with an online softmax (arXiv 1805.02867), so cost and memory follow what is live and not the width of
-the page table. Nothing here allocates pages, and values outside a sequence's length never reach a result, even if they
-are not numbers.
+pages up to the live length with an online softmax (arXiv 1805.02867), so cost and memory follow what is live and not
+the width of the page table. Nothing here allocates pages, and values outside a sequence's length never reach a result,
+even if they are not numbers.
 """
 
 import math
@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 
 _BLOCK_TOKENS = 64  # of one row, read per loop step
-_BLOCK_ROWS_TOKENS = 2048  # of all rows together: what stays in a CPU's cache
+_BLOCK_ROWS_TOKENS = 512  # of all rows together: what stays in a CPU's cache
 _NEVER = -1e30  # a finite stand-in for -inf: an all-masked block must not make nan
 
 
-def write(pool_ZKCH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, page_T: jax.Array, offset_T: jax.Array) -> jax.Array:
+def write(pool_ZKCH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, page_T: jax.Array,
+          offset_T: jax.Array) -> jax.Array:
   """The pool with the keys and values of T tokens at their (page, offset); donated pools are updated in place."""
   kv_TKH = jnp.concatenate([k_TKH, v_TKH], axis=-1).astype(pool_ZKCH.dtype)
   return pool_ZKCH.at[page_T, :, offset_T].set(kv_TKH, mode='promise_in_bounds')
@@ -56,7 +57,7 @@ def decode(q_BNH: jax.Array, pool_ZKCH: jax.Array, table_BJ: jax.Array, length_B
 
 
 def chunk(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, mask_TS: jax.Array, pool_ZKCH: jax.Array,
-          page_U: jax.Array, pages: jax.Array, live_TU: jax.Array) -> jax.Array:
+          page_J: jax.Array, pages: jax.Array, live_TJ: jax.Array) -> jax.Array:
   """T packed prompt tokens over each other and over the earlier pages of their rows: out_TNH.
 
   The earlier pages of all rows are one list, each page once, so a prefix that rows share is read once.
@@ -65,29 +66,29 @@ def chunk(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, mask_TS: jax.Arr
     q_TNH: queries; k_TKH, v_TKH: keys and values of the same tokens.
     mask_TS: which of the T tokens each one sees; every token sees itself.
     pool_ZKCH: keys and values of earlier tokens.
-    page_U: the list of earlier pages.
-    pages: how many entries of page_U are real.
-    live_TU: how many tokens of each listed page each token sees (0 for a page of another row).
+    page_J: the list of earlier pages.
+    pages: how many entries of page_J are real.
+    live_TJ: how many tokens of each listed page each token sees (0 for a page of another row).
   """
   T, N, H = q_TNH.shape
   K, C = pool_ZKCH.shape[1:3]
   q_TKGH = q_TNH.reshape(T, K, N // K, H)
   width = max(1, _BLOCK_TOKENS // C)
-  padding = -page_U.shape[0] % width
-  page_U = jnp.pad(page_U, (0, padding))
-  live_TU = jnp.pad(live_TU, ((0, 0), (0, padding)))
+  padding = -page_J.shape[0] % width
+  page_J = jnp.pad(page_J, (0, padding))
+  live_TJ = jnp.pad(live_TJ, ((0, 0), (0, padding)))
   score_KGTS = jnp.einsum('TKGH,SKH->KGTS', q_TKGH, k_TKH, preferred_element_type=jnp.float32)
   state = _fold(_empty((K, N // K, T), H), score_KGTS[:, :, :, None], mask_TS[None, None, :, None], v_TKH[None], None,
-                'KGTUC,UCKH->KGTH', H)
+                'KGTJC,JCKH->KGTH', H)
 
   def fold(block, state):
-    page_B = jax.lax.dynamic_slice_in_dim(page_U, block * width, width)
-    live_TB = jax.lax.dynamic_slice_in_dim(live_TU, block * width, width, axis=1)
-    k_UKCH, v_UKCH = jnp.split(pool_ZKCH.at[page_B].get(mode='promise_in_bounds'), 2, axis=-1)
-    live_TUC = jnp.arange(C)[None, None] < live_TB[:, :, None]
-    score_KGTUC = jnp.einsum('TKGH,UKCH->KGTUC', q_TKGH, k_UKCH, preferred_element_type=jnp.float32)
-    return _fold(state, score_KGTUC, live_TUC[None, None], v_UKCH, jnp.any(live_TUC, axis=0)[:, None, :, None],
-                 'KGTUC,UKCH->KGTH', H)
+    here_J = jax.lax.dynamic_slice_in_dim(page_J, block * width, width)
+    here_TJ = jax.lax.dynamic_slice_in_dim(live_TJ, block * width, width, axis=1)
+    k_JKCH, v_JKCH = jnp.split(pool_ZKCH.at[here_J].get(mode='promise_in_bounds'), 2, axis=-1)
+    live_TJC = jnp.arange(C)[None, None] < here_TJ[:, :, None]
+    score_KGTJC = jnp.einsum('TKGH,JKCH->KGTJC', q_TKGH, k_JKCH, preferred_element_type=jnp.float32)
+    return _fold(state, score_KGTJC, live_TJC[None, None], v_JKCH, jnp.any(live_TJC, axis=0)[:, None, :, None],
+                 'KGTJC,JKCH->KGTH', H)
 
   _, total_KGT, out_KGTH = jax.lax.fori_loop(0, (pages + width - 1) // width, fold, state)
   out_TKGH = jnp.moveaxis(out_KGTH / total_KGT[..., None], 2, 0)

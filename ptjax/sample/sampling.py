@@ -1,15 +1,16 @@
-"""One token per row from its logits: temperature, top-k, top-p, min-p, and the log-prob under the law it was drawn from.
+"""One token per row from its logits: temperature, top-k, top-p, min-p, and the log-prob under that law.
 
 A draw inverts the cumulative sum in two levels (which block of the vocabulary, then which token of the block), so it
 needs two uniform numbers per row and neither a sort nor a random number per token. Truncations find their threshold by
 bisection over the bits of a float, exact with ties kept. Everything is f32.
 """
 
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+_BLOCK = 128  # tokens of the vocabulary that are summed before the first level of a draw
 
 
 class Law(NamedTuple):
@@ -52,7 +53,7 @@ def _uniform_pair(seed_2: jax.Array, sample: jax.Array, position: jax.Array) -> 
 def _invert(weight_BV: jax.Array, uniform_B2: jax.Array) -> tuple[jax.Array, jax.Array]:
   """The token at which each row's cumulative weight passes its uniform number, and the row's total weight."""
   B, V = weight_BV.shape
-  width = max(1, math.isqrt(V))
+  width = min(V, _BLOCK)
   padded_BV = jnp.pad(weight_BV, ((0, 0), (0, -V % width)))
   weight_BXY = padded_BV.reshape(B, -1, width)
   up_to_BX = jnp.cumsum(jnp.sum(weight_BXY, axis=-1), axis=-1)

@@ -56,7 +56,7 @@ class SamplerLimits:
   pages: int = 0  # in the pool; 0 is enough for every slot at full context
   max_context: int = 1024  # tokens of prompt and completion
   window: int = 32  # decode steps per device call, at most
-  prefill_chunk: int = 256  # prompt tokens per device call, at most
+  prefill_chunk: int = 128  # prompt tokens per device call, at most
   stop_ids: int = 8  # per request, at most
 
   def __post_init__(self):

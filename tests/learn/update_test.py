@@ -1,5 +1,7 @@
 """The update: the same step under any split, packing and mesh; nothing moves when nothing is trained on."""
 
+import math
+
 from absl.testing import absltest
 from flax import nnx
 import jax
@@ -25,13 +27,14 @@ SETTINGS = ml_collections.ConfigDict(dict(
 def examples(count=16):
   rng = np.random.default_rng(0)
   system = rng.integers(3, 300, 10)
-  return [batching.supervised(np.concatenate([system, rng.integers(3, 300, 3 + i % 4)]), rng.integers(3, 300, 2 + i % 3))
-          for i in range(count)]
+  prompts = [np.concatenate([system, rng.integers(3, 300, 3 + i % 4)]) for i in range(count)]
+  return [batching.supervised(prompt, rng.integers(3, 300, 2 + i % 3)) for i, prompt in enumerate(prompts)]
 
 
 def trained(rows, *, share=False, sizes=None, rank=4, width=32):
   """Metrics and merged parameters after two steps on the same examples, laid out in batches of `rows` rows."""
-  mesh = devices.make_mesh(**(sizes or dict(data=1)), devices=jax.devices()[:int(np.prod(list((sizes or {}).values())) or 1)])
+  sizes = sizes or dict(data=1)
+  mesh = devices.make_mesh(**sizes, devices=jax.devices()[:math.prod(sizes.values())])
   settings = SETTINGS.copy_and_resolve_references()
   settings.lora_rank = rank
   place = jax.jit(lambda x: x, out_shardings=devices.shardings_of(mesh, STATE))
@@ -79,8 +82,8 @@ class UpdateTest(absltest.TestCase):
 
   def test_a_loss_that_is_not_finite_stops_with_the_parameter_named(self):
     mesh = devices.make_mesh(data=1, devices=jax.devices()[:1])
-    t = trainers.Trainer(SETTINGS, CONFIG, STATE, lambda *args: (np.nan * args[0].sum(), args[2].mask_BT.sum() * 1.0, {}),
-                         mesh=mesh)
+    broken = lambda logp_BT, entropy_BT, batch: (np.nan * logp_BT.sum(), batch.mask_BT.sum() * 1.0, {})
+    t = trainers.Trainer(SETTINGS, CONFIG, STATE, broken, mesh=mesh)
     batch = batching.pack(examples(), rows=8, seq_len=32, max_branches=8).batches[0]
     with self.assertRaisesRegex(FloatingPointError, 'step 1: loss nan.*first bad parameter: .*lora'):
       t.update([batch])

@@ -39,7 +39,8 @@ class FamiliesTest(parameterized.TestCase):
 
   def test_names_all_problems_at_once(self):
     with self.assertRaisesRegex(ValueError, '(?s)hidden_act.*qk_layernorm.*vocab_size: missing'):
-      families.from_hf({k: v for k, v in FIELDS.items() if k != 'vocab_size'} | dict(hidden_act='relu', qk_layernorm=True))
+      kept = {k: v for k, v in FIELDS.items() if k != 'vocab_size'}
+      families.from_hf(kept | dict(hidden_act='relu', qk_layernorm=True))
 
 
 if __name__ == '__main__':

@@ -78,7 +78,8 @@ class TransformerTest(parameterized.TestCase):
     np.testing.assert_allclose(scaled[-4:], plain[-4:] / 8)
     self.assertTrue((np.diff(scaled) < 0).all())
 
-  @parameterized.parameters(('rope_theta', 5e5), ('norm_eps', 1e-2), ('rope_scaling', (('factor', 4.0), ('rope_type', 'linear'))))
+  @parameterized.parameters(
+      ('rope_theta', 5e5), ('norm_eps', 1e-2), ('rope_scaling', (('factor', 4.0), ('rope_type', 'linear'))))
   def test_every_constant_reaches_the_numbers(self, field, value):
     changed = nnx.split(transformer.Transformer(
         families.ModelConfig(**(families.RANDOM_SIZES['tiny'] | {field: value})), nnx.Rngs(0)))[0]

@@ -1,6 +1,8 @@
 """The notebook runs from top to bottom, at its tiny size with fewer steps."""
 
+import os
 import pathlib
+from unittest import mock
 
 import nbclient
 import nbformat
@@ -20,8 +22,9 @@ class NotebookTest(absltest.TestCase):
     (parameters,) = [c for c in notebook.cells if 'parameters' in c.metadata.get('tags', [])]
     workdir = self.create_tempdir().full_path
     parameters.source += f'\nWORKDIR = {workdir!r}\nOVERRIDES = {OVERRIDES!r}\n'
-    nbclient.NotebookClient(
-        notebook, timeout=240, kernel_name='python3', resources={'metadata': {'path': ROOT / 'notebooks'}}).execute()
+    with mock.patch.dict(os.environ, JAX_NUM_CPU_DEVICES='1'):
+      nbclient.NotebookClient(
+          notebook, timeout=600, kernel_name='python3', resources={'metadata': {'path': ROOT / 'notebooks'}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get('outputs', [])]
     written = ''.join(o.text for o in outputs if o.output_type == 'stream')
     (table,) = [o.data['text/markdown'] for o in outputs if 'text/markdown' in o.get('data', {})]

@@ -288,7 +288,7 @@ class WeightsTest(absltest.TestCase):
     state = jax.tree.map(lambda x: x, weights())
     state['final_norm']['scale'] = nnx.Param(jnp.ones(3))
     state['layers']['attn']['q']['lora_a'] = nnx.Param(jnp.ones((2, 64, 4)))
-    with self.assertRaisesRegex(ValueError, r"final_norm/scale: wanted \(\(64,\), 'float32'\), got \(\(3,\), 'float32'\)"
+    with self.assertRaisesRegex(ValueError, r"final_norm/scale: wanted \(\(64,\), .* got \(\(3,\), 'float32'\)"
                                             r'\n  layers/attn/q/lora_a: wanted nothing, got '):
       engine().load_params(state, 1)
 
@@ -300,9 +300,9 @@ class ProgramsTest(absltest.TestCase):
     rng = np.random.default_rng(0)
 
     def workload(count):
-      return [Request(id=str(i), prompt_ids=rng.integers(0, 320, rng.integers(1, 50)), max_tokens=int(rng.integers(1, 30)),
-                      samples=int(rng.integers(1, 5)), temperature=float(rng.choice([0.0, 1.0])), seed=i,
-                      top_k=int(rng.choice([0, 7]))) for i in range(count)]
+      return [Request(id=str(i), prompt_ids=rng.integers(0, 320, rng.integers(1, 50)),
+                      max_tokens=int(rng.integers(1, 30)), samples=int(rng.integers(1, 5)),
+                      temperature=float(rng.choice([0.0, 1.0])), seed=i, top_k=int(rng.choice([0, 7]))) for i in range(count)]
 
     made.generate(workload(30))
     compiles = made.stats()['compiles']

@@ -53,10 +53,10 @@ class PagedAttentionTest(parameterized.TestCase):
     k_TKH, v_TKH = (np.concatenate([f[i] for f in fresh] + [pad]) for i in range(2))
     row_T = np.asarray([0] * 3 + [1] * 5 + [2] * 2 + [-1] * 2)
     mask_TS = (row_T[:, None] == row_T[None]) & np.tri(12, dtype=bool)
-    live_RU = np.asarray([[4, 2, 0], [4, 0, 0], [0, 0, 0], [0, 0, 0]], np.int32)  # the last row is padding's
+    live_RJ = np.asarray([[4, 2, 0], [4, 0, 0], [0, 0, 0], [0, 0, 0]], np.int32)  # the last row is padding's
     q_TNH = rng.normal(size=(12, K * G, H)).astype(np.float32)
     out_TNH = jax.jit(paged_attention.chunk)(
-        q_TNH, k_TKH, v_TKH, mask_TS, pool, np.asarray([*table, 0], np.int32), np.int32(2), live_RU[row_T])
+        q_TNH, k_TKH, v_TKH, mask_TS, pool, np.asarray([*table, 0], np.int32), np.int32(2), live_RJ[row_T])
     self.assertTrue(np.isfinite(out_TNH).all())
     for row, (keys, values) in enumerate(fresh):
       k = np.concatenate([old[0][0][:earlier[row]], keys])[None]

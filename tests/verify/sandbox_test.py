@@ -181,6 +181,10 @@ class LimitsTest(SandboxTest):
     self.assertEqual(result.verdict, 'contained', str(result))
     self.assertLess(result.peak_memory_bytes, 120 << 20)
 
+  def test_children_that_nobody_waits_for_are_no_offence(self):
+    result = self.run_warm('import os, time\nif os.fork() == 0: os._exit(0)\ntime.sleep(3.5)')
+    self.assertEqual(result.verdict, 'contained', str(result))
+
   def test_shared_memory_hidden_from_the_resident_set(self):
     result = self.run_warm('''
         import mmap, time

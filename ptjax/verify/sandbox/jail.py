@@ -299,7 +299,7 @@ class Landlocked:
       text = pipe.read()
     if text:
       return json.loads(text)
-    return None if stopped else (0, 0, 0, pids)
+    return None if stopped else (0, 0, pids)
 
   def _fork_as_job(self, action) -> int:
     """The pid of a child that does one thing as the job's uid. The job can stop or kill it."""

@@ -201,25 +201,24 @@ class Watch:
   def _over_limit(self) -> str | None:
     """The limit that the job is over, of those that no kernel counts for all of its processes together."""
     self._looks += 1
-    anon_kb = shared_kb = threads = ticks = disk = 0
-    pids = self.jail.processes()
+    threads = ticks = disk = 0
+    resident_kb, pids = {}, self.jail.processes()
     for pid in pids:
       try:
         fields, (own, waited) = processes.read_status(pid), processes.read_ticks(pid)
       except (FileNotFoundError, ProcessLookupError):
         continue
-      anon_kb += fields.get('RssAnon', 0) + fields.get('VmSwap', 0)
-      shared_kb += fields.get('RssShmem', 0)
+      resident_kb[pid] = sum(fields.get(name, 0) for name in ('RssAnon', 'RssShmem', 'VmSwap'))
       threads += fields['Threads']
       ticks += own + waited
       self._own_ticks[pid] = own
-    memory_kb, most_kb = anon_kb + shared_kb, self.limits['memory_mb'] * 1024
+    memory_kb, most_kb = sum(resident_kb.values()), self.limits['memory_mb'] * 1024
     if memory_kb > most_kb or self._looks % SLOW_LOOKS == 0:
       found = self.jail.inspect(pids)
-      if found is None or self._hides(found[3]):
+      if found is None or self._hides(found[2]):
         return 'memory'
-      memory_kb = memory_kb if found[3] else max(found[:2])
-      disk = self.jail.disk_bytes(self.limits) + found[2]
+      memory_kb = found[0] + sum(resident_kb.get(pid, 0) for pid in found[2])
+      disk = self.jail.disk_bytes(self.limits) + found[1]
     self.peak_bytes = max(self.peak_bytes, memory_kb * 1024)
     self._count_cpu(ticks)
     over = {'memory': memory_kb > most_kb, 'cpu': self.cpu_s > self.limits['cpu_s'],

@@ -55,31 +55,44 @@ def read_ticks(pid: int) -> tuple[int, int]:
   return times[0] + times[1], times[2] + times[3]
 
 
-def inspect(pids: list[int], device: int | None) -> tuple[int, int, int, list[int]]:
-  """What the cheap numbers miss: (kB of memory, kB of shared memory as mapped, bytes in unlinked files, who hides).
+def inspect(pids: list[int], device: int | None) -> tuple[int, int, list[int]]:
+  """What the cheap numbers miss: (kB of memory, bytes in unlinked files, processes that hide).
 
-  Memory has pages that several processes share once, not once for each. Shared memory counts as mapped, for touched
-  pages can be dropped from a process and stay allocated. Unlinked files that are still open are counted on `device`
-  only. A process that is just ending cannot be looked at either, so hiding for long is what tells.
+  A page that processes share counts once. Anonymous shared memory counts as mapped, for touched pages can be dropped
+  from a process and stay allocated. Unlinked files that are still open are counted on `device` only. A process that
+  is just ending cannot be looked at either, so hiding for long is what tells.
   """
-  memory_kb, shared_kb, unlinked, hidden = 0, {}, {}, []
+  own_kb = shared_kb = 0
+  mapped_kb, unlinked, hidden = {}, {}, []
   for pid in pids:
     try:
-      memory_kb += _proportional_kb(pid)
-      shared_kb |= {inode: max(size, shared_kb.get(inode, 0)) for inode, size in _zero_maps(pid).items()}
+      own, shared = _proportional_kb(pid)
+      own_kb, shared_kb = own_kb + own, shared_kb + shared
+      mapped_kb |= {inode: max(size, mapped_kb.get(inode, 0)) for inode, size in _zero_maps(pid).items()}
       if device is not None:
         unlinked |= _unlinked_files(pid, device)
     except (FileNotFoundError, ProcessLookupError):
       continue
     except PermissionError:
-      hidden.append(pid)
-  return memory_kb, sum(shared_kb.values()), sum(unlinked.values()), hidden
+      if not _is_dead(pid):
+        hidden.append(pid)
+  return own_kb + max(shared_kb, sum(mapped_kb.values())), sum(unlinked.values()), hidden
 
 
-def _proportional_kb(pid: int) -> int:
+def _is_dead(pid: int) -> bool:
+  """Whether it has ended and only waits to be waited for."""
+  try:
+    with open(f'/proc/{pid}/stat', 'rb') as file:
+      return file.read().rpartition(b')')[2].split()[0] in (b'Z', b'X')
+  except (FileNotFoundError, ProcessLookupError):
+    return True
+
+
+def _proportional_kb(pid: int) -> tuple[int, int]:
+  """Private and shared memory, each page divided by how many processes have it."""
   with open(f'/proc/{pid}/smaps_rollup', 'rb') as file:
-    words = (line.split() for line in file)
-    return sum(int(word[1]) for word in words if word[0] in (b'Pss_Anon:', b'Pss_Shmem:', b'SwapPss:'))
+    sizes = {words[0]: int(words[1]) for words in map(bytes.split, file) if words[-1] == b'kB'}
+  return sizes[b'Pss_Anon:'] + sizes[b'SwapPss:'], sizes[b'Pss_Shmem:']
 
 
 def _zero_maps(pid: int) -> dict[bytes, int]:
