@@ -25,31 +25,22 @@ from absl import logging
 class Checkpoints:
   """The checkpoints of one stage in one directory; every process of the job makes one and calls it alike."""
 
-  def __init__(self, directory: str, *, keep: int = 2, every: int = 1):
+  def __init__(self, directory: str, *, keep: int = 2):
     """Opens or creates the directory and removes what an interrupted save left there.
 
     Args:
       directory: a local path, or one that orbax writes to (gs://...).
       keep: newest steps that are kept; at least 2, so that one is usable whatever happens to the other.
-      every: `maybe_save` saves at multiples of this many steps.
     """
-    if keep < 2 or every < 1:
-      raise ValueError(f'checkpoint.keep = {keep} must be >= 2 and checkpoint.every = {every} must be >= 1')
+    if keep < 2:
+      raise ValueError(f'checkpoint.keep = {keep}: must be >= 2; fix: --config.checkpoint.keep=2')
     self.directory = directory if '://' in directory else os.path.abspath(directory)
-    self._every = every
     self._pending = None  # the step being written
     self._manager = _manager(self.directory, max_to_keep=keep, create=True, cleanup_tmp_directories=True)
 
   def latest_step(self) -> int | None:
     """The newest step that was started or found here; None when there is none."""
     return self._manager.latest_step()
-
-  def maybe_save(self, step: int, state: Any, host_state: dict[str, Any]) -> bool:
-    """Saves when `every` divides the step; True when it did."""
-    if step % self._every:
-      return False
-    self.save(step, state, host_state)
-    return True
 
   def save(self, step: int, state: Any, host_state: dict[str, Any]) -> None:
     """Starts writing this step and returns once the arrays are copied off the devices, so they may be donated.

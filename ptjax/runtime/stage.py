@@ -49,7 +49,7 @@ class Stage:
     Raises:
       Stopped: a signal came; the last finished step has been saved.
     """
-    with Checkpoints(self.checkpoint_directory, keep=self._keep, every=self._every) as checkpoints:
+    with Checkpoints(self.checkpoint_directory, keep=self._keep) as checkpoints:
       start = self._restore(checkpoints, trainer, parts)
       host_state = lambda: {name: part.state_dict() for name, part in parts.items()}
       with self._open(total, start):

@@ -88,10 +88,12 @@ class CheckpointTest(parameterized.TestCase):
       self.assertIsNone(saves.restore_latest(make_state(0)))
       self.assertIsNone(saves.latest_step())
 
-  def test_every_keep_and_a_second_save_of_a_step(self):
-    with checkpoint.Checkpoints(self.directory, keep=2, every=2) as saves:
-      saved = [saves.maybe_save(step, {'w': jnp.full(3, step)}, {}) for step in range(1, 8)]
-      self.assertEqual(saved, [False, True, False, True, False, True, False])
+  def test_keep_and_a_second_save_of_a_step(self):
+    with self.assertRaisesRegex(ValueError, 'keep = 1: must be >= 2'):
+      checkpoint.Checkpoints(self.directory, keep=1)
+    with checkpoint.Checkpoints(self.directory, keep=2) as saves:
+      for step in (2, 4, 6):
+        saves.save(step, {'w': jnp.full(3, step)}, {})
       saves.save(6, {'w': jnp.full(3, -1)}, {})
       restored, _, step = saves.restore_latest({'w': jnp.zeros(3, jnp.int32)})
     self.assertEqual((step, restored['w'].tolist()), (6, [6, 6, 6]))

@@ -1,3 +1,5 @@
+"""Pages are lent once, shared by count, and all come back."""
+
 from absl.testing import absltest
 
 from ptjax.sample.page_pool import SINK, PagePool

@@ -1,3 +1,5 @@
+"""Prompts share the pages of their longest cached prefix, and only under the parameters that filled them."""
+
 import numpy as np
 from absl.testing import absltest
 
