@@ -23,7 +23,7 @@ def get_config() -> config_dict.ConfigDict:
   c.mesh = _dict(data=1, fsdp=-1, context=1, tensor=1, expert=1)  # devices per axis; one -1 takes what is left
 
   c.tasks = _dict(
-      domains=('products', 'chain_sum', 'letter_counting', 'gcd', 'count_bits', 'spell_backward', 'functions'),
+      domains=('products', 'chain_sum', 'letter_counting', 'gcd', 'count_bits', 'functions'),
       weights=(),  # relative share of each domain, in their order; empty: equal
       levels=(0,),  # difficulties to train on, 0 is easiest; held-out tasks are of the easiest of them
       train_per_domain=400,  # training tasks made per domain and level

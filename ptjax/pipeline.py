@@ -20,7 +20,7 @@ from ptjax.learn import supervised
 from ptjax.models import adapters
 from ptjax.rl import loop, rollout
 from ptjax.runtime import checkpoint, devices, lineage, metrics
-from ptjax.runtime.stage import Stage
+from ptjax.runtime.stage import Stage, Stopped
 from ptjax.sample.engine import Engine, SamplerLimits
 from ptjax.tasks import jsonl, procedural
 from ptjax.verify.base import VerifierPool
@@ -71,6 +71,8 @@ def run(config, workdir: str, stages: Sequence[str], *, interrupt: devices.Inter
   done = []
   with parts.verifiers:
     for name in ('base', *stages):
+      if interrupt.stop_requested():
+        raise Stopped(f'stopped before stage {name}; what is finished is saved, the same command goes on from there')
       manifest = _begin(config, workdir, name, done, overrides)
       if manifest is None:
         logging.info('stage %s is done: skipped', name)

@@ -15,8 +15,10 @@ from ptjax.data.mixture import Mixture
 from ptjax.learn import objectives
 from ptjax.learn.trainer import Trainer
 from ptjax.rl import rollout
+from ptjax.runtime import devices
 from ptjax.tasks import jsonl
 
+PAIRS_FILE = 'pairs.jsonl'
 BLOCK_PER_SOURCE = 8  # examples per source over which the mixture's shares are exact
 
 
@@ -85,46 +87,54 @@ def example(tokenizer, messages) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def preferences(config, parts, plain, stage) -> list[types.TokenizedSequence]:
-  """Chosen/rejected pairs from the data file, or from samples of `plain`, kept in <stage>/pairs.jsonl."""
+  """Chosen/rejected pairs from the data file, or from samples of `plain`, kept in the stage's directory."""
   if config.dpo.data:
     both = [[example(parts.tokenizer, [*r['prompt'], *r[side]]) for side in ('chosen', 'rejected')]
             for r in jsonl.preferences(config.dpo.data)]
     return [batching.preference(chosen[0], [(chosen[1], rejected[1])]) for chosen, rejected in both]
-  path = stage.directory / 'pairs.jsonl'
-  if not path.exists():
-    sample_pairs(config, parts, plain, path)
-  records = [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()]
-  if not records:
-    raise ValueError('dpo: no task had both a right and a wrong sample, so there is no pair; fix: other domains or '
-                     'levels, or a higher --config.dpo.samples_per_task')
+  records = kept_pairs(stage.directory / PAIRS_FILE) or sample_pairs(config, parts, plain, stage.directory / PAIRS_FILE)
   return [batching.preference(np.asarray(r['prompt_ids']), [r['pair']]) for r in records]
 
 
-def sample_pairs(config, parts, plain, path) -> None:
-  """Samples training tasks from `plain` and writes each right sample beside a wrong one, whole or not at all."""
+def kept_pairs(path) -> list[dict]:
+  """The pairs that process 0 finds in its file, given to all processes; none when there is no file."""
+  text = path.read_text(encoding='utf-8') if devices.is_main() and path.exists() else ''
+  return [json.loads(line) for line in devices.gather_bytes(text)[0].splitlines()]
+
+
+def sample_pairs(config, parts, plain, path) -> list[dict]:
+  """Samples training tasks from `plain` and pairs right with wrong samples; process 0 keeps them in the file.
+
+  Raises:
+    ValueError: no task had both.
+  """
   settings = config.dpo
   rng = np.random.default_rng([config.seed, 1])
   pool = [task for tasks in by_domain(parts.train_tasks).values() for task in tasks]
   tasks = [pool[i] for i in rng.permutation(len(pool))[:settings.sample_tasks]]
   parts.engine.load_params(plain, version=0)
   groups = rollout.generate(parts.engine, parts.tokenizer, tasks, samples=settings.samples_per_task, seed=config.seed,
-                            step=0, max_tokens=config.rl.max_tokens, temperature=settings.temperature)
+                            max_tokens=config.rl.max_tokens, temperature=settings.temperature)
   verdicts = iter(rollout.grade(parts.verifiers, [t for t, group in zip(tasks, groups) for _ in group],
                                 [r.text for group in groups for r in group]))
-  lines = []
+  records = []
   for task, group in zip(tasks, groups):
     judged = [(r, next(verdicts)) for r in group]
     distinct = {r.token_ids.tobytes(): (r, v) for r, v in judged if r.finish_reason == 'stop'}.values()
     right = [r for r, v in distinct if v.status == 'pass']
     wrong = [r for r, v in distinct if v.status in ('fail', 'timeout')]
-    for chosen, rejected in list(itertools.product(right, wrong))[:settings.pairs_per_task]:
-      lines.append(json.dumps(dict(task_id=task.id, prompt_ids=chosen.prompt_ids.tolist(),
-                                   pair=[chosen.token_ids.tolist(), rejected.token_ids.tolist()],
-                                   chosen=chosen.text, rejected=rejected.text)) + '\n')
-  logging.info('dpo: %d pairs from %d tasks of %d samples', len(lines), len(tasks), settings.samples_per_task)
-  partial = path.with_suffix(f'.partial{os.getpid()}')
-  partial.write_text(''.join(lines), encoding='utf-8')
-  os.replace(partial, path)
+    records += [dict(task_id=task.id, chosen=chosen.text, rejected=rejected.text,
+                     prompt_ids=chosen.prompt_ids.tolist(), pair=[chosen.token_ids.tolist(), rejected.token_ids.tolist()])
+                for chosen, rejected in list(itertools.product(right, wrong))[:settings.pairs_per_task]]
+  logging.info('dpo: %d pairs from %d tasks of %d samples', len(records), len(tasks), settings.samples_per_task)
+  if not records:
+    raise ValueError('dpo: no task had both a right and a wrong sample, so there is no pair; fix: other domains or '
+                     'levels, or a higher --config.dpo.samples_per_task')
+  if devices.is_main():
+    partial = path.with_suffix('.partial')
+    partial.write_text(''.join(json.dumps(record) + '\n' for record in records), encoding='utf-8')
+    os.replace(partial, path)
+  return records
 
 
 def by_domain(pools: Mapping[str, Mapping[int, Sequence[types.Task]]]) -> dict[str, list[types.Task]]:

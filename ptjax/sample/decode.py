@@ -138,9 +138,11 @@ class Decoder:
     live_TJ = jnp.where((chunk.row_T >= 0)[:, None], chunk.live_RJ[chunk.row_T], 0)
 
     def attend(pool_ZKCH, q_BTNH, k_BTKH, v_BTKH):
+      # Written before it is read: the other order makes XLA copy the whole pool.
+      pool_ZKCH = paged_attention.write(pool_ZKCH, k_BTKH[0], v_BTKH[0], chunk.page_T, chunk.offset_T)
       out_TNH = paged_attention.chunk(q_BTNH[0], k_BTKH[0], v_BTKH[0], mask_TS, pool_ZKCH, chunk.page_J, chunk.pages,
                                       live_TJ)
-      return paged_attention.write(pool_ZKCH, k_BTKH[0], v_BTKH[0], chunk.page_T, chunk.offset_T), out_TNH[None]
+      return pool_ZKCH, out_TNH[None]
 
     _, pools = self._hidden(params, pools, chunk.token_T[None], chunk.position_T[None], attend)
     return pools

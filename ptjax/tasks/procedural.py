@@ -43,6 +43,15 @@ def _product(rng: random.Random, *, low: int, high: int, other: tuple[int, ...])
   return {'answer': str(factors[0] * factors[1]), 'metadata': {'expression': f'{factors[0]} * {factors[1]}'}}
 
 
+def _sum(rng: random.Random, *, low: int, high: int, other: int) -> dict:
+  """An entry like reasoning-gym's chain_sum, with the size of each term apart; differences may be negative."""
+  terms = [rng.randint(low, high), rng.randint(low, other)]
+  rng.shuffle(terms)
+  sign = rng.choice('+-')
+  answer = terms[0] + terms[1] if sign == '+' else terms[0] - terms[1]
+  return {'answer': str(answer), 'metadata': {'expression': f'{terms[0]} {sign} {terms[1]}'}}
+
+
 def _plain_word(metadata: dict) -> bool:
   return metadata['word'].isascii() and metadata['word'].isalpha() and metadata['word'].islower()
 
@@ -63,9 +72,9 @@ DOMAINS = {
          {'low': 10, 'high': 99, 'other': (99,)}),
         'What is {expression}?', 'number'),
     'chain_sum': Domain(
-        'chain_sum',
-        ({'min_terms': 2, 'max_terms': 2, 'min_digits': 1, 'max_digits': 2},
-         {'min_terms': 3, 'max_terms': 3, 'min_digits': 1, 'max_digits': 2}),
+        _sum,
+        ({'low': 0, 'high': 99, 'other': 9}, {'low': 10, 'high': 99, 'other': 99},
+         {'low': 100, 'high': 999, 'other': 999}),
         'What is {expression}?', 'number'),
     'letter_counting': Domain(
         'letter_counting', ({'min_words': 2, 'max_words': 4}, {'min_words': 5, 'max_words': 9}),

@@ -300,9 +300,9 @@ class ProgramsTest(absltest.TestCase):
     rng = np.random.default_rng(0)
 
     def workload(count):
-      return [Request(id=str(i), prompt_ids=rng.integers(0, 320, rng.integers(1, 50)),
+      return [Request(id=str(i), prompt_ids=rng.integers(0, 320, rng.integers(1, 50)), seed=i,
                       max_tokens=int(rng.integers(1, 30)), samples=int(rng.integers(1, 5)),
-                      temperature=float(rng.choice([0.0, 1.0])), seed=i, top_k=int(rng.choice([0, 7]))) for i in range(count)]
+                      temperature=float(rng.choice([0.0, 1.0])), top_k=int(rng.choice([0, 7]))) for i in range(count)]
 
     made.generate(workload(30))
     compiles = made.stats()['compiles']
