@@ -35,10 +35,10 @@ def get_config() -> config_dict.ConfigDict:
       rerun_changed=False,  # sets a finished stage of another config aside and runs it again
   )
 
-  c.sft = _stage(steps=60, lr=1e-3, rows=2)
+  c.sft = _stage(steps=60, lr=1e-3, seq_len=320, loss_tokens=128)
   c.sft.examples = 16  # demonstrations per step
   c.sft.data = ''  # JSONL of conversations or prompt/completion; empty: the tasks' own demonstrations
-  c.dpo = _stage(steps=12, lr=1e-4, rows=2)
+  c.dpo = _stage(steps=12, lr=1e-4, seq_len=448, loss_tokens=192)
   c.dpo.examples = 16  # pairs per step
   c.dpo.data = ''  # JSONL of prompt/chosen/rejected; empty: the parent's own samples, labelled by the verifiers
   c.dpo.loss = 'dpo'  # a row of learn.losses.PREFERENCE_LOSSES
@@ -48,7 +48,7 @@ def get_config() -> config_dict.ConfigDict:
   c.dpo.samples_per_task = 4
   c.dpo.temperature = 1.0  # of those samples
   c.dpo.pairs_per_task = 2  # at most
-  c.rl = _stage(steps=40, lr=2e-4, rows=2)
+  c.rl = _stage(steps=40, lr=4e-4, seq_len=320, loss_tokens=224)
   c.rl.tasks_per_step = 8  # U
   c.rl.rollouts_per_task = 8  # R
   c.rl.temperature = 1.0
@@ -112,7 +112,7 @@ def _dict(**fields) -> config_dict.ConfigDict:
   return config_dict.ConfigDict(fields)
 
 
-def _stage(*, steps, lr, rows) -> config_dict.ConfigDict:
+def _stage(*, steps, lr, seq_len, loss_tokens) -> config_dict.ConfigDict:
   """The settings that every training stage has."""
   return _dict(
       steps=steps,  # optimizer steps (RL: steps of the five-call loop)
@@ -125,8 +125,8 @@ def _stage(*, steps, lr, rows) -> config_dict.ConfigDict:
       b2=0.95,
       lora_rank=32,  # 0 trains every parameter
       lora_alpha=0.0,  # 0: equal to lora_rank
-      rows=rows,  # B of one micro-batch; a step takes as many as its examples fill
-      seq_len=256,  # T, tokens per packed row
-      loss_tokens=128,  # trained tokens per row at most
+      rows=2,  # B of one micro-batch; a step takes as many as its examples fill
+      seq_len=seq_len,  # T, tokens per packed row
+      loss_tokens=loss_tokens,  # trained tokens per row at most
       branches=32,  # completions per row at most
   )
