@@ -37,6 +37,7 @@ def run(config, parts, plain, stage):
     groups = rollout.generate(
         parts.engine, parts.tokenizer, tasks, samples=rl.rollouts_per_task, seed=config.seed, step=step,
         max_tokens=rl.max_tokens, temperature=rl.temperature)
+    sampled = time.monotonic()
     rollouts = [r for group in groups for r in group]
     verdicts = rollout.grade(parts.verifiers, [t for t, group in zip(tasks, groups) for _ in group],
                              [r.text for r in rollouts])
@@ -45,6 +46,7 @@ def run(config, parts, plain, stage):
     shaped_UR = reward.shape_overlong(reward_UR, groups, max_tokens=rl.max_tokens, cache_tokens=rl.overlong_tokens)
     advantage_UR = advantage(shaped_UR, trainable_UR)
 
+    verified = time.monotonic()
     says_UR = trainable_UR & advantages.informative(reward_UR, trainable_UR)[:, None]
     batches = trainer.with_reference(pack(rl, rollouts, advantage_UR, says_UR))
     for _ in range(rl.updates_per_step):
@@ -54,9 +56,11 @@ def run(config, parts, plain, stage):
     drawn = sum(len(r.token_ids) for r in rollouts)
     optim = {name: learned.pop(name) for name in ('grad_norm', 'lr')}
     outcomes = Counter(v.status for v in verdicts)
+    learned_at = time.monotonic()
     drawn_by = summary(tasks, rollouts, reward_UR, trainable_UR)
     stage.log(step, progress=dict(reward=drawn_by['reward_mean']), optim=optim,
-              tokens_per_s=drawn / (time.monotonic() - began),
+              tokens_per_s=drawn / (learned_at - began),
+              seconds=dict(sample=sampled - began, verify=verified - sampled, learn=learned_at - verified),
               rl=dict(learned, **drawn_by, curriculum=curriculum.shares()),
               verify={status: outcomes[status] for status in ('pass', 'fail', 'timeout', 'error')})
     if step % SHOWN_EVERY == 0 or step + 1 == rl.steps:

@@ -40,7 +40,7 @@ def start(workdir):
 def numbers(workdir):
   """Every metric of every step but what depends on the clock."""
   lines = [json.loads(line) for line in open(os.path.join(workdir, 'metrics.jsonl'), encoding='utf-8')]
-  return [{k: v for k, v in line.items() if k not in ('time', 'perf/tokens_per_s')} for line in lines]
+  return [{k: v for k, v in line.items() if k != 'time' and not k.startswith(('perf/', 'seconds/'))} for line in lines]
 
 
 def kill_when(process, happened, timeout_s=300):

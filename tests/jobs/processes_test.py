@@ -34,7 +34,8 @@ def losses(processes, devices):
     if process.returncode:
       raise AssertionError(shown[-3000:])
   lines = [json.loads(line) for line in pathlib.Path(workdir, 'metrics.jsonl').read_text().splitlines()]
-  return [(line['stage'], line['step'], line[f'{line["stage"]}/loss'], line.get('rl/reward_mean', 0.0)) for line in lines]
+  return [(line['stage'], line['step'], line[f'{line["stage"]}/loss'], line.get('rl/reward_mean', 0.0))
+          for line in lines]
 
 
 class ProcessesTest(absltest.TestCase):
