@@ -71,12 +71,12 @@ def get_config() -> config_dict.ConfigDict:
   )
 
   c.sampler = _dict(
-      slots=32,  # rows decoded at one time
+      slots=64,  # rows decoded at one time
       page_size=16,  # tokens per page
-      pages=0,  # in the pool; 0: enough for every slot at max_context
+      pages=640,  # in the pool; 0: enough for every slot at max_context
       max_context=256,  # tokens of prompt and completion
-      window=8,  # decode steps per host call, at most
-      prefill_chunk=512,  # prompt tokens per prefill call, at most
+      window=32,  # decode steps per host call, at most
+      prefill_chunk=128,  # prompt tokens per prefill call, at most
       stop_ids=8,  # end tokens per request, at most
   )
   c.generate = _dict(

@@ -21,7 +21,7 @@ def get_config():
   config.dpo.sample_tasks, config.dpo.samples_per_task = 72, 4
   config.rl.tasks_per_step, config.rl.rollouts_per_task, config.rl.max_tokens = 4, 4, 12
   config.eval.tasks_per_domain, config.eval.max_tokens = 6, 12
-  config.sampler.slots = 8
+  config.sampler.slots, config.sampler.pages, config.sampler.window = 8, 0, 8
   config.checkpoint.every = 2
   config.sft.schedule = 'linear'
   return config

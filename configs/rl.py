@@ -18,4 +18,5 @@ def get_config():
   config.rl.seq_len = config.rl.loss_tokens = 512
   config.eval.max_tokens = 128
   config.sampler.max_context = 512
+  config.sampler.pages = 2048
   return config

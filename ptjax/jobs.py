@@ -63,7 +63,7 @@ def generate(config, *, workdir, input, output, **unused) -> None:
   """{"id", "prompt" | "messages"} -> {"id", "sample", "text", "token_ids", "logprobs", "finish_reason"}."""
   records = list(jsonl.prompts(input))
   parts, plain = _model(config, workdir)
-  parts.engine.load_params(plain, version=0)
+  parts.load_policy(plain, version=0)
   g = config.generate
   requests = []
   for i, record in enumerate(records):

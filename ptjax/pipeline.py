@@ -58,6 +58,12 @@ class Parts:
   weights: dict[str, float]  # relative share by domain
   heldout_tasks: list[types.Task]
 
+  def load_policy(self, plain, version: int) -> None:
+    """Gives the sampler these parameters; a process that holds a part of them gathers the rest."""
+    if jax.process_count() > 1:
+      plain = jax.tree.map(devices.fetch, plain)
+    self.engine.load_params(plain, version)
+
 
 def run(config, workdir: str, stages: Sequence[str], *, interrupt: devices.Interrupt,
         overrides: Sequence[str] = ()) -> None:
@@ -92,12 +98,17 @@ def build(config, *, tasks: bool = True) -> tuple[Parts, Any]:
   """The parts of a run and the plain state of its model source."""
   mesh = devices.make_mesh(**config.mesh)
   model = load_model(config, mesh)
-  limits = SamplerLimits(**config.sampler)
+  place = functools.partial(_sampler_sharding, mesh) if jax.process_count() == 1 else None  # else one local device
+  engine = Engine(model.config, SamplerLimits(**config.sampler), place=place)
   train, heldout = load_tasks(config) if tasks else ({}, [])
   verifiers = VerifierPool(min_isolation=config.sandbox.min_isolation, workers=config.sandbox.workers)
   weights = dict(zip(train, config.tasks.weights or (1.0,) * len(train)))
-  parts = Parts(mesh, model.config, model.tokenizer, Engine(model.config, limits), verifiers, train, weights, heldout)
+  parts = Parts(mesh, model.config, model.tokenizer, engine, verifiers, train, weights, heldout)
   return parts, model.params
+
+
+def _sampler_sharding(mesh, shape, axes):
+  return devices.sharding(mesh, axes, fit=shape)
 
 
 def load_model(config, mesh):
@@ -172,7 +183,7 @@ def finished_stages(config, workdir: str) -> list[str]:
 def evaluate(config, parts: Parts, plain, *, version: int = 0, name: str = 'heldout') -> suites.SuiteResult:
   """The held-out result of the plain state `plain`."""
   e = config.eval
-  parts.engine.load_params(plain, version=version)
+  parts.load_policy(plain, version)
   with metrics.Progress(f'eval {name}', len(parts.heldout_tasks) * e.samples) as progress:
     finished = itertools.count(1)
     on_finish = lambda rollout: progress.update(next(finished))

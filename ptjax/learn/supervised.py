@@ -112,7 +112,7 @@ def sample_pairs(config, parts, plain, path) -> list[dict]:
   rng = np.random.default_rng([config.seed, 1])
   pool = [task for tasks in by_domain(parts.train_tasks).values() for task in tasks]
   tasks = [pool[i] for i in rng.permutation(len(pool))[:settings.sample_tasks]]
-  parts.engine.load_params(plain, version=0)
+  parts.load_policy(plain, version=0)
   groups = rollout.generate(parts.engine, parts.tokenizer, tasks, samples=settings.samples_per_task, seed=config.seed,
                             max_tokens=config.rl.max_tokens, temperature=settings.temperature)
   verdicts = iter(rollout.grade(parts.verifiers, [t for t, group in zip(tasks, groups) for _ in group],

@@ -32,7 +32,7 @@ def run(config, parts, plain, stage):
   advantage = losses.bind(advantages.ADVANTAGES, rl.advantage, {}, what='advantage')
   for step in stage.steps(rl.steps, trainer, curriculum=curriculum):
     began = time.monotonic()
-    parts.engine.load_params(trainer.merged(), version=step)
+    parts.load_policy(trainer.merged(), version=step)
     tasks = curriculum.draw(rl.tasks_per_step)
     groups = rollout.generate(
         parts.engine, parts.tokenizer, tasks, samples=rl.rollouts_per_task, seed=config.seed, step=step,
