@@ -123,8 +123,8 @@ def sample_pairs(config, parts, plain, path) -> list[dict]:
     distinct = {r.token_ids.tobytes(): (r, v) for r, v in judged if r.finish_reason == 'stop'}.values()
     right = [r for r, v in distinct if v.status == 'pass']
     wrong = [r for r, v in distinct if v.status in ('fail', 'timeout')]
-    records += [dict(task_id=task.id, chosen=chosen.text, rejected=rejected.text,
-                     prompt_ids=chosen.prompt_ids.tolist(), pair=[chosen.token_ids.tolist(), rejected.token_ids.tolist()])
+    records += [dict(task_id=task.id, chosen=chosen.text, rejected=rejected.text, prompt_ids=chosen.prompt_ids.tolist(),
+                     pair=[chosen.token_ids.tolist(), rejected.token_ids.tolist()])
                 for chosen, rejected in list(itertools.product(right, wrong))[:settings.pairs_per_task]]
   logging.info('dpo: %d pairs from %d tasks of %d samples', len(records), len(tasks), settings.samples_per_task)
   if not records:

@@ -132,7 +132,8 @@ class PipelineTest(absltest.TestCase):
     lines = [{'id': 'b', 'prompt': 'one'},
              {'id': 7, 'messages': [{'role': 'user', 'content': 'What is the GCD of 4 and 6?'}]}]
     out = run('--job=generate', f'--workdir={self.workdir}', '--config.generate.max_tokens=6',
-              '--config.generate.samples=2', '--config.generate.temperature=1.0', stdin='\n'.join(map(json.dumps, lines)))
+              '--config.generate.samples=2', '--config.generate.temperature=1.0',
+              stdin='\n'.join(map(json.dumps, lines)))
     records = [json.loads(line) for line in out.splitlines()]
     self.assertEqual([(r['id'], r['sample']) for r in records], [('b', 0), ('b', 1), (7, 0), (7, 1)])
     for r in records:
