@@ -151,7 +151,7 @@ def run_pytest(source, solution):
   sys.path.insert(0, os.path.join(os.getcwd(), 'pytest.zip'))
   import pytest  # pylint: disable=g-import-not-at-top
   count = _PytestCount()
-  pytest.main(['-q', '-p', 'no:cacheprovider', '--noconftest', '-c', os.devnull, '--rootdir=.',
+  pytest.main(['-q', '-p', 'no:cacheprovider', '--noconftest', '-c', os.devnull, '--rootdir=.', '--confcutdir=.',
                '--import-mode=importlib', 'tests.py'], plugins=[count])
   report = {'tests': len(count.items), 'passed': sum(count.items.values())}
   return dict(report, failure=count.failure) if count.failure else report
