@@ -24,7 +24,7 @@ class NotebookTest(absltest.TestCase):
     parameters.source += f'\nWORKDIR = {workdir!r}\nOVERRIDES = {OVERRIDES!r}\n'
     with mock.patch.dict(os.environ, JAX_NUM_CPU_DEVICES='1'):
       nbclient.NotebookClient(
-          notebook, timeout=600, kernel_name='python3', resources={'metadata': {'path': ROOT / 'notebooks'}}).execute()
+          notebook, timeout=1800, kernel_name='python3', resources={'metadata': {'path': ROOT / 'notebooks'}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get('outputs', [])]
     written = ''.join(o.text for o in outputs if o.output_type == 'stream')
     (table,) = [o.data['text/markdown'] for o in outputs if 'text/markdown' in o.get('data', {})]
