@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from ptjax.learn import losses, off_policy, policy_losses
+from ptjax.learn import losses, policy_losses
 from ptjax.learn.update import Objective
 
 

@@ -6,7 +6,6 @@ import struct
 from absl.testing import absltest, parameterized
 from flax import nnx
 import gguf as gguf_package
-import jax
 import jax.numpy as jnp
 import numpy as np
 from tokenizers import pre_tokenizers

@@ -9,7 +9,6 @@ named; fall back to a weaker tier on its own; call a broken host the program's f
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import os
 import posixpath

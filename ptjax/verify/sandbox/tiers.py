@@ -10,7 +10,6 @@ import socket
 import stat
 import sys
 import tempfile
-import time
 
 from ptjax.verify.sandbox import worker as workers
 
