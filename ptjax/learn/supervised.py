@@ -91,7 +91,8 @@ def preferences(config, parts, plain, stage) -> list[types.TokenizedSequence]:
   if config.dpo.data:
     both = [[example(parts.tokenizer, [*r['prompt'], *r[side]]) for side in ('chosen', 'rejected')]
             for r in jsonl.preferences(config.dpo.data)]
-    return [batching.preference(chosen[0], [(chosen[1], rejected[1])]) for chosen, rejected in both]
+    return [batching.preference(chosen[0], [(chosen[1], rejected[1])], masks=[(chosen[2], rejected[2])])
+            for chosen, rejected in both]
   records = kept_pairs(stage.directory / PAIRS_FILE) or sample_pairs(config, parts, plain, stage.directory / PAIRS_FILE)
   return [batching.preference(np.asarray(r['prompt_ids']), [r['pair']]) for r in records]
 
