@@ -10,6 +10,7 @@ import os
 import sys
 
 from absl import logging
+import jax
 import numpy as np
 
 from ptjax import pipeline as pipelines
@@ -107,13 +108,14 @@ def export(config, *, workdir, output, **unused) -> None:
   stages = pipelines.finished_stages(config, workdir)
   apart = [name for name in stages[-1:] if name != 'base' and not config.export.merge_lora]
   plain = pipelines.restore(workdir, mesh, model.config, model.params, stages[:len(stages) - len(apart)])
-  if devices.is_main():
-    safetensors.export_hf(output, model.config, plain, model.tokenizer)
-    for name in apart:
-      _, adapter, _, settings = pipelines.trained(workdir, mesh, model.config, plain, name)
+  safetensors.export_hf(output, model.config, plain, model.tokenizer)
+  for name in apart:
+    _, adapter, _, settings = pipelines.trained(workdir, mesh, model.config, plain, name)
+    adapter = jax.tree.map(devices.fetch, adapter)
+    if devices.is_main():
       peft.export_adapter(os.path.join(output, 'adapter'), model.config, adapter, rank=settings['lora_rank'],
                           alpha=settings['lora_alpha'] or settings['lora_rank'], base=output)
-    logging.info('wrote %s: %s', output, ' -> '.join(stages) or 'the source as it is')
+  logging.info('wrote %s: %s', output, ' -> '.join(stages) or 'the source as it is')
 
 
 def _model(config, workdir, *, tasks=False):

@@ -209,8 +209,8 @@ def _begin(config, workdir, name, done, overrides) -> lineage.Manifest | None:
   fields = relevant(config, [*done, name])
   parents = {parent: lineage.digest(relevant(config, done)) for parent in done[-1:]} or {config.model.source: ''}
   digest = lineage.digest(fields)
-  if devices.is_main() and config.pipeline.rerun_changed:  # one process moves directories, the others wait for it
-    lineage.is_done(workdir, name, digest, config=fields, parents=parents, rerun=True)
+  if devices.is_main():  # one process moves directories, the others wait for it
+    lineage.set_aside_changed(workdir, name, digest, parents=parents, rerun=config.pipeline.rerun_changed)
   devices.barrier(f'stage {name}')
   if lineage.is_done(workdir, name, digest, config=fields, parents=parents):
     return None

@@ -89,21 +89,52 @@ def read(workdir: str | os.PathLike, stage: str) -> Manifest | None:
 
 
 def is_done(workdir: str | os.PathLike, stage: str, config_hash: str, *, config: Mapping[str, Any] | None = None,
-            parents: Mapping[str, str] | None = None, rerun: bool = False) -> bool:
+            parents: Mapping[str, str] | None = None) -> bool:
   """Returns whether the stage has finished with this config (and these parents, when given).
 
   False also means that it may start or go on: its directory is empty or belongs to the same config.
 
   Args:
     config: this run's config, to say which fields differ.
-    rerun: set a directory of another config aside (`<stage>.replaced-N`) and return False.
 
   Raises:
-    ValueError: the directory belongs to another config or other parents, and `rerun` is not set.
+    ValueError: the directory belongs to another config or other parents.
   """
   manifest = read(workdir, stage)
   if manifest is None:
     return False
+  changes = _changes(manifest, config_hash, config, parents)
+  if not changes:
+    return manifest.finished is not None
+  lines = '\n'.join(f'  {change}' for change in changes)
+  raise ValueError(f'{_path(workdir, stage).parent} holds stage {stage!r} of another config:\n{lines}\n'
+                   f'To go on, use a new --workdir, or put back the old values, or pass {RERUN_FLAG} to set the old '
+                   'stage aside and run it again.')
+
+
+def set_aside_changed(workdir: str | os.PathLike, stage: str, config_hash: str, *,
+                      parents: Mapping[str, str] | None = None, rerun: bool) -> None:
+  """Renames a stage's directory to `<stage>.replaced-N` when it is of another config and the stage is to start anew.
+
+  That is so when `rerun` asks for it, and when the stage never came to its first checkpoint: there is nothing to lose.
+  """
+  manifest = read(workdir, stage)
+  if manifest is None or not _changes(manifest, config_hash, None, parents):
+    return
+  directory = _path(workdir, stage).parent
+  checkpoints = directory / 'checkpoints'
+  trained = manifest.finished is not None or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+  if trained and not rerun:
+    return
+  number = 1
+  while (target := directory.with_name(f'{stage}.replaced-{number}')).exists():
+    number += 1
+  os.rename(directory, target)
+  logging.warning('%s belongs to another config; it is now %s', directory, target)
+
+
+def _changes(manifest: Manifest, config_hash, config, parents) -> list[str]:
+  """How the manifest's config and parents differ from these; empty when they are the same."""
   changes = []
   if manifest.config_hash != config_hash:
     fields = diff_fields(manifest.config, config) if config is not None else {}
@@ -112,15 +143,7 @@ def is_done(workdir: str | os.PathLike, stage: str, config_hash: str, *, config:
   if parents is not None and dict(parents) != manifest.parents:
     changes += [f'parent {name} was {old!r}, is {new!r}'
                 for name, (old, new) in diff_fields(manifest.parents, parents).items()]
-  if not changes:
-    return manifest.finished is not None
-  if rerun:
-    _set_aside(workdir, stage)
-    return False
-  lines = '\n'.join(f'  {change}' for change in changes)
-  raise ValueError(f'{_path(workdir, stage).parent} holds stage {stage!r} of another config:\n{lines}\n'
-                   f'To go on, use a new --workdir, or put back the old values, or pass {RERUN_FLAG} to set the old '
-                   'stage aside and run it again.')
+  return changes
 
 
 def chain(workdir: str | os.PathLike) -> list[Manifest]:
@@ -201,15 +224,6 @@ def now() -> str:
 
 def _path(workdir: str | os.PathLike, stage: str) -> pathlib.Path:
   return pathlib.Path(workdir) / stage / FILE_NAME
-
-
-def _set_aside(workdir: str | os.PathLike, stage: str) -> None:
-  source = _path(workdir, stage).parent
-  number = 1
-  while (target := source.with_name(f'{stage}.replaced-{number}')).exists():
-    number += 1
-  os.rename(source, target)
-  logging.warning('%s belongs to another config; it is now %s', source, target)
 
 
 def _leaves(prefix: str, value: Any):

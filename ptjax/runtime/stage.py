@@ -92,8 +92,8 @@ class Stage:
     if not devices.is_main():
       return contextlib.nullcontext()
     if self._rollouts.exists():
-      kept = [line for line in self._rollouts.read_text(encoding='utf-8').splitlines(True)
-              if line.endswith('\n') and json.loads(line)['step'] < start]
+      with open(self._rollouts, encoding='utf-8', newline='\n') as f:
+        kept = [line for number, line in enumerate(f, 1) if line.endswith('\n') and self._step_of(line, number) < start]
       partial = self._rollouts.with_suffix('.partial')
       partial.write_text(''.join(kept), encoding='utf-8')
       os.replace(partial, self._rollouts)
@@ -103,3 +103,10 @@ class Stage:
     both.enter_context(self._metrics)
     both.enter_context(self._progress)
     return both
+
+  def _step_of(self, line: str, number: int) -> int:
+    try:
+      return int(json.loads(line)['step'])
+    except (ValueError, TypeError, KeyError) as error:
+      raise RuntimeError(f'{self._rollouts}:{number}: is not a rollout with its step ({error}); fix: take the line out, '
+                         'or move the file away') from error

@@ -105,13 +105,26 @@ class IsDoneTest(parameterized.TestCase):
     with self.assertRaisesRegex(ValueError, "parent dpo was 'hash of dpo', is 'new'"):
       self.is_done(self.config, parents={'dpo': 'new'})
 
+  def set_aside(self, config, rerun):
+    lineage.set_aside_changed(self.workdir, 'rl', lineage.digest(config), rerun=rerun)
+    return not os.path.exists(os.path.join(self.workdir, 'rl'))
+
   def test_rerun_sets_the_old_stage_aside(self):
     for number in (1, 2):
       lineage.write(self.workdir, make_manifest('rl', config=self.config))
-      self.assertFalse(self.is_done(self.other, rerun=True))
+      self.assertFalse(self.set_aside(self.config, rerun=True))
+      self.assertFalse(self.set_aside(self.other, rerun=False))
+      self.assertTrue(self.set_aside(self.other, rerun=True))
       self.assertTrue(os.path.exists(os.path.join(self.workdir, f'rl.replaced-{number}', 'manifest.json')))
-      self.assertFalse(os.path.exists(os.path.join(self.workdir, 'rl')))
     self.assertEmpty(lineage.chain(self.workdir))
+
+  def test_an_unfinished_stage_is_set_aside_unasked_only_before_its_first_checkpoint(self):
+    lineage.write(self.workdir, make_manifest('rl', config=self.config, finished=None))
+    self.assertFalse(self.set_aside(self.config, rerun=False))
+    os.makedirs(os.path.join(self.workdir, 'rl', 'checkpoints', '5'))
+    self.assertFalse(self.set_aside(self.other, rerun=False))
+    os.rmdir(os.path.join(self.workdir, 'rl', 'checkpoints', '5'))
+    self.assertTrue(self.set_aside(self.other, rerun=False))
 
 
 class CodeRevisionTest(absltest.TestCase):
