@@ -61,6 +61,9 @@ def get_config() -> config_dict.ConfigDict:
   c.rl.aggregation = 'token_mean'  # a row of learn.policy_losses.AGGREGATIONS
   c.rl.kl = 'k3_ratio'  # a row of learn.policy_losses.KL_ESTIMATORS
   c.rl.kl_coef = 0.01
+  c.rl.correction = 'none'  # of sampler against trainer log-probs, as with a bfloat16 sampler: a row of
+  c.rl.correction_cap = 2.0  #   learn.off_policy.CORRECTIONS, its largest weight and (icepop, geometric_mis) the least
+  c.rl.correction_floor = 0.5
   c.rl.updates_per_step = 1  # optimizer steps taken on each step's rollouts
   c.curriculum = _dict(
       min_share=0.05,  # of each step's tasks that every domain is sure to get

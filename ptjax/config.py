@@ -39,6 +39,8 @@ _RULES = {
     'rl.clip_low': ('in (0, 1)', lambda v: 0 < v < 1, 0.2),
     'rl.clip_high': ('> 0', lambda v: v > 0, 0.28),
     'rl.kl_coef': ('>= 0', lambda v: v >= 0, 0.01),
+    'rl.correction_cap': ('> 0', lambda v: v > 0, 2.0),
+    'rl.correction_floor': ('>= 0', lambda v: v >= 0, 0.5),
     'rl.updates_per_step': ('>= 1', lambda v: v >= 1, 1),
     'curriculum.rehearsal_frac': ('in [0, 1)', lambda v: 0 <= v < 1, 0.1),
     'curriculum.raise_at': ('in (0, 1]', lambda v: 0 < v <= 1, 0.9),

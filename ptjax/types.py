@@ -87,7 +87,8 @@ class Batch(NamedTuple):
   parent_BT: np.ndarray  # int32
   mask_BT: np.ndarray  # bool, True where the token is trained on
   advantage_BT: np.ndarray  # f32; 1 for supervised tokens
-  behavior_logp_BT: np.ndarray  # f32, nats
+  behavior_logp_BT: np.ndarray  # f32, nats, under the law the token was drawn from
+  old_logp_BT: np.ndarray  # f32, nats, the policy that a policy loss is clipped around; the behavior's unless replaced
   ref_logp_BT: np.ndarray  # f32, nats
 
 

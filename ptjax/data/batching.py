@@ -157,7 +157,7 @@ def _fill(segments: list[types.TokenizedSequence], width: int, pad_id: int) -> t
   """One row, every field `[T]`. Tokens that nothing predicts (a segment's first, padding) are their own parent."""
   whole, real = (lambda: np.zeros(width, np.int32)), (lambda: np.zeros(width, np.float32))
   row = types.Batch(np.full(width, pad_id, np.int32), whole(), whole(), whole(), np.arange(width, dtype=np.int32),
-                    np.zeros(width, bool), real(), real(), real())
+                    np.zeros(width, bool), real(), real(), real(), real())
   start = branch = 0
   for number, segment in enumerate(segments, 1):
     trunk = len(segment.prompt_ids)
@@ -177,7 +177,7 @@ def _fill(segments: list[types.TokenizedSequence], width: int, pad_id: int) -> t
       row.parent_BT[cursor:cursor + min(length, 1)] = trunk_end
       row.mask_BT[at] = completion['mask']
       row.advantage_BT[at] = completion.get('advantage', 1.0)
-      row.behavior_logp_BT[at] = completion.get('behavior_logp', 0.0)
+      row.behavior_logp_BT[at] = row.old_logp_BT[at] = completion.get('behavior_logp', 0.0)
       row.ref_logp_BT[at] = completion.get('ref_logp', 0.0)
       cursor += length
     row.segment_BT[start:cursor] = number
@@ -293,7 +293,7 @@ def check_batch(batch: types.Batch, *, max_branches: int, vocab_size: int) -> No
   """
   shape = batch.token_BT.shape
   kinds = dict.fromkeys(types.Batch._fields, np.int32) | {'mask_BT': np.bool_} | dict.fromkeys(
-      ('advantage_BT', 'behavior_logp_BT', 'ref_logp_BT'), np.float32)
+      ('advantage_BT', 'behavior_logp_BT', 'old_logp_BT', 'ref_logp_BT'), np.float32)
   for name, value in zip(types.Batch._fields, batch):
     if value.shape != shape or value.ndim != 2 or value.dtype != kinds[name]:
       raise ValueError(f'batch.{name} is {value.dtype}{value.shape}; need {np.dtype(kinds[name])}{shape} of rank 2')

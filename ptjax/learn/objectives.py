@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from ptjax.learn import losses, policy_losses
+from ptjax.learn import losses, off_policy, policy_losses
 from ptjax.learn.update import Objective
 
 
@@ -40,25 +40,28 @@ def preference(settings: Mapping) -> Objective:
 def policy(settings: Mapping) -> Objective:
   """Policy loss plus KL to the reference, under the aggregation `settings` names.
 
-  batch.behavior_logp_BT is the sampler's log-prob of the drawn token. On the first update of a step the learner is the
-  behavior policy, so the ratio differs from 1 by the sampler/trainer difference alone; that difference is reported.
+  The loss is clipped around batch.old_logp_BT. Left at the sampler's own log-probs, its ratio is the importance weight
+  of the drawn token. When they are replaced by the learner's at the start of the step (Trainer.with_old), the rest,
+  old / behavior, is paid for by the weight `settings['correction']` names; what separates the two is reported.
   """
   settings = dict(settings, eps_low=settings['clip_low'], eps_high=settings['clip_high'],
-                  max_branches=settings['branches'], norm_tokens=settings['max_tokens'])
+                  max_branches=settings['branches'], norm_tokens=settings['max_tokens'],
+                  cap=settings['correction_cap'], floor=settings['correction_floor'])
   loss = losses.bind(policy_losses.POLICY_LOSSES, settings['policy_loss'], settings, what='policy loss')
+  correct = losses.bind(off_policy.CORRECTIONS, settings['correction'], settings, what='off-policy correction')
   aggregate = losses.bind(policy_losses.AGGREGATIONS, settings['aggregation'], settings, what='aggregation')
   kl = losses.bind(policy_losses.KL_ESTIMATORS, settings['kl'], settings, what='KL estimator')
 
   def objective(logp_BT, entropy_BT, batch):
     mask_BT, behavior_BT = batch.mask_BT, batch.behavior_logp_BT
-    loss_BT, metrics = loss(logp_BT, behavior_BT, batch.advantage_BT, mask_BT, batch.branch_BT)
+    loss_BT, metrics = loss(logp_BT, batch.old_logp_BT, batch.advantage_BT, mask_BT, batch.branch_BT)
+    loss_BT *= correct(batch.old_logp_BT, behavior_BT, mask_BT, batch.branch_BT)
     kl_BT = kl(logp_BT, batch.ref_logp_BT, behavior_BT, mask_BT)
     total, weight = aggregate(loss_BT + settings['kl_coef'] * kl_BT, mask_BT, batch.branch_BT)
     tokens = mask_BT.sum(dtype=jnp.float32)
-    gap_BT = jax.lax.stop_gradient(jnp.abs(losses.masked(logp_BT, mask_BT) - losses.masked(behavior_BT, mask_BT)))
     k1_BT = policy_losses.kl_k1(logp_BT, batch.ref_logp_BT, mask_BT)
     return total, weight, dict(
         metrics, kl=(k1_BT.sum(), tokens), entropy=(losses.masked(entropy_BT, mask_BT).sum(), tokens),
-        logp_diff_mean=(gap_BT.sum(), tokens), logp_diff_max=(gap_BT.max(), jnp.ones(())))
+        **off_policy.mismatch(logp_BT, behavior_BT, mask_BT))
 
   return objective

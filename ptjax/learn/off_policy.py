@@ -153,7 +153,7 @@ def mismatch(logp_BT: jax.Array, behavior_logp_BT: jax.Array, mask_BT: jax.Array
   """How far the learner's log-probs lie from those recorded at sampling, over trained tokens.
 
   Returns:
-    `(sum, weight)` by name, a name ending in `_max` holding `(value, 1)`: `logp_diff` and `logp_diff_max`, absolute,
+    `(sum, weight)` by name, a name ending in `_max` holding `(value, 1)`: `logp_diff_mean` and `logp_diff_max`, absolute,
     nats; `behavior_kl`, the k3 estimate of KL(behavior || learner), nats; `behavior_ratio`, `behavior_ratio_max` and
     `behavior_ratio_square`, of which the means give `ess_frac`.
   """
@@ -161,7 +161,7 @@ def mismatch(logp_BT: jax.Array, behavior_logp_BT: jax.Array, mask_BT: jax.Array
   difference_BT = jax.lax.stop_gradient(log_ratio(logp_BT, behavior_logp_BT, mask_BT))
   tokens, one = mask_BT.sum(dtype=jnp.float32), jnp.ones((), jnp.float32)
   return {
-      'logp_diff': (jnp.abs(difference_BT).sum(), tokens),
+      'logp_diff_mean': (jnp.abs(difference_BT).sum(), tokens),
       'logp_diff_max': (jnp.abs(difference_BT).max(), one),
       'behavior_kl': (masked(ratio_BT - difference_BT - 1.0, mask_BT).sum(), tokens),
       'behavior_ratio': (ratio_BT.sum(), tokens),

@@ -79,6 +79,10 @@ class Trainer:
     return [b._replace(ref_logp_BT=logp_BT)
             for b, logp_BT in zip(batches, self.score(batches, self.reference_params))]
 
+  def with_old(self, batches: Sequence[types.Batch]) -> list[types.Batch]:
+    """The batches with old_logp_BT from the present learner in place of the sampler's own log-probs."""
+    return [b._replace(old_logp_BT=logp_BT) for b, logp_BT in zip(batches, self.score(batches))]
+
   def merged(self):
     """The plain state of the present policy."""
     return self._merge(self.graphdef, self.state.params, self.frozen)

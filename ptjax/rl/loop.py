@@ -49,6 +49,8 @@ def run(config, parts, plain, stage):
     verified = time.monotonic()
     says_UR = trainable_UR & advantages.informative(reward_UR, trainable_UR)[:, None]
     batches = trainer.with_reference(pack(rl, rollouts, advantage_UR, says_UR))
+    if rl.correction != 'none':
+      batches = trainer.with_old(batches)
     for _ in range(rl.updates_per_step):
       learned = trainer.update(batches)
     curriculum.observe(tasks, reward_UR, trainable_UR)

@@ -65,7 +65,7 @@ class MismatchTest(absltest.TestCase):
     got = off_policy.mismatch(LOGP_BT, BEHAVIOR_BT, MASK_BT)
     means = {k: float(s / w) for k, (s, w) in got.items()}
     logs = np.log([3, 1, 0.5, 2])
-    np.testing.assert_allclose(means['logp_diff'], np.abs(logs).mean(), rtol=1e-5)
+    np.testing.assert_allclose(means['logp_diff_mean'], np.abs(logs).mean(), rtol=1e-5)
     np.testing.assert_allclose(means['logp_diff_max'], np.log(3), rtol=1e-5)
     np.testing.assert_allclose(means['behavior_kl'], (6.5 - logs.sum() - 4) / 4, rtol=1e-5)
     np.testing.assert_allclose(means['behavior_ratio_max'], 3, rtol=1e-5)

@@ -20,7 +20,8 @@ from ptjax.models.transformer import Transformer
 
 CONFIG = ModelConfig(vocab_size=23, width=16, layers=2, heads=2, kv_heads=1, head_dim=8, ffn=24)
 MODEL = Transformer(CONFIG, nnx.Rngs(0))
-POLICY = dict(clip_low=0.2, clip_high=0.3, branches=6, max_tokens=5, kl_coef=0.1, kl='k3_ratio')
+POLICY = dict(clip_low=0.2, clip_high=0.3, branches=6, max_tokens=5, kl_coef=0.1, kl='k3_ratio', correction='none',
+              correction_cap=2.0, correction_floor=0.5)
 BRANCHES = 6
 
 
@@ -135,7 +136,7 @@ class PackedTest(absltest.TestCase):
     (batch,) = layouts(2)['wide']
     nan_BT = np.full(batch.mask_BT.shape, np.nan, np.float32)
     empty = batch._replace(mask_BT=np.zeros_like(batch.mask_BT), advantage_BT=nan_BT, behavior_logp_BT=nan_BT,
-                           ref_logp_BT=nan_BT)
+                           old_logp_BT=nan_BT, ref_logp_BT=nan_BT)
     params, metrics = one_step([empty])
     self.assertEqual((float(metrics['loss']), float(metrics['grad_norm'])), (0.0, 0.0))
     for a, b in zip(params, jax.tree.leaves(nnx.state(MODEL))):
