@@ -35,7 +35,7 @@ def get_config() -> config_dict.ConfigDict:
       rerun_changed=False,  # sets a finished stage of another config aside and runs it again
   )
 
-  c.sft = _stage(steps=24, lr=1e-3, seq_len=320, loss_tokens=128)
+  c.sft = _stage(steps=10, lr=1e-3, seq_len=320, loss_tokens=128)
   c.sft.examples = 16  # demonstrations per step
   c.sft.data = ''  # JSONL of conversations or prompt/completion; empty: the tasks' own demonstrations
   c.dpo = _stage(steps=10, lr=1e-4, seq_len=448, loss_tokens=192)
@@ -48,10 +48,11 @@ def get_config() -> config_dict.ConfigDict:
   c.dpo.samples_per_task = 4
   c.dpo.temperature = 1.2  # of those samples
   c.dpo.pairs_per_task = 2  # at most
-  c.rl = _stage(steps=40, lr=4e-4, seq_len=320, loss_tokens=224)
+  c.rl = _stage(steps=50, lr=4e-4, seq_len=320, loss_tokens=224)
+  c.rl.schedule = 'linear'
   c.rl.tasks_per_step = 12  # U
   c.rl.rollouts_per_task = 8  # R
-  c.rl.temperature = 1.2  # above 1, so that rollouts of one task differ
+  c.rl.temperature = 1.0
   c.rl.max_tokens = 32  # per rollout
   c.rl.overlong_tokens = 0  # drawn tokens before max_tokens over which a penalty grows to -1; 0: none
   c.rl.advantage = 'grpo'  # a row of learn.advantages.ADVANTAGES
@@ -91,7 +92,7 @@ def get_config() -> config_dict.ConfigDict:
       samples=1,
   )
   c.eval = _dict(
-      tasks_per_domain=45,  # held-out tasks
+      tasks_per_domain=50,  # held-out tasks
       samples=1,  # completions per task; k of pass@k runs up to it
       temperature=0.0,
       max_tokens=64,
