@@ -129,7 +129,7 @@ def _stage(*, steps, lr, seq_len, loss_tokens) -> config_dict.ConfigDict:
       b2=0.95,
       lora_rank=32,  # 0 trains every parameter
       lora_alpha=0.0,  # 0: equal to lora_rank
-      rows=2,  # B of one micro-batch; a step takes as many as its examples fill
+      rows=2,  # B of one micro-batch, rounded up over the devices; a step takes as many as its examples fill
       seq_len=seq_len,  # T, tokens per packed row
       loss_tokens=loss_tokens,  # trained tokens per row at most
       branches=32,  # completions per row at most

@@ -82,18 +82,16 @@ _STAGE_RULES = {
 }
 
 
-def validate(config: config_dict.ConfigDict, base: config_dict.ConfigDict, *, device_count: int = 0,
-             where: str = 'the configuration') -> None:
+def validate(config: config_dict.ConfigDict, base: config_dict.ConfigDict, *, where: str = 'the configuration') -> None:
   """Raises one ValueError that lists every problem of `config`.
 
   Args:
     base: what configs/base.py gives: `config` must have exactly its fields.
-    device_count: devices that the mesh must cover; 0 leaves that to the mesh.
     where: the config's file, for the message.
   """
   problems = list(_fields(config, base))
   if not problems:
-    problems = [*_ruled(config), *_crossed(config, device_count)]
+    problems = [*_ruled(config), *_crossed(config)]
   if problems:
     text = '\n'.join(f'  {problem}\n      fix: {fix}' for problem, fix in problems)
     raise ValueError(f'{len(problems)} problem{"s" * (len(problems) > 1)} in {where}\n{text}')
@@ -133,21 +131,9 @@ def _ruled(config) -> Iterator[tuple[str, str]]:
       yield f'{name} = {values[name]!r}: must be {rule}', f'--config.{name}={example}'
 
 
-def _crossed(config, device_count: int) -> Iterator[tuple[str, str]]:
+def _crossed(config) -> Iterator[tuple[str, str]]:
   """Rules that look at several fields."""
-  sizes = dict(config.mesh)
-  rows_over = 1
-  for axis in ('data', 'fsdp'):
-    rows_over *= max(sizes[axis], 1)
-  if device_count and -1 in (sizes['data'], sizes['fsdp']):
-    known = 1
-    for size in sizes.values():
-      known *= max(size, 1)
-    rows_over *= max(device_count // known, 1)
   for stage in config.pipeline.stages:
-    if config[stage].rows % rows_over:
-      yield (f'{stage}.rows = {config[stage].rows}: must be a multiple of {rows_over}, the devices that rows are laid '
-             'over (mesh.data x mesh.fsdp)', f'--config.{stage}.rows={rows_over}')
     if config[stage].loss_tokens > config[stage].seq_len:
       yield (f'{stage}.loss_tokens = {config[stage].loss_tokens}: a row has {stage}.seq_len = {config[stage].seq_len} '
              'tokens', f'--config.{stage}.loss_tokens={config[stage].seq_len}')

@@ -48,7 +48,7 @@ def _train(settings, trainer, sources: Mapping[str, Sequence[types.TokenizedSequ
     began = time.monotonic()
     examples = batching.share_prefix(mixture.draw(settings.examples))
     batches = before(batching.pack(
-        examples, rows=settings.rows, seq_len=settings.seq_len, max_branches=settings.branches,
+        examples, rows=trainer.rows, seq_len=settings.seq_len, max_branches=settings.branches,
         loss_tokens=settings.loss_tokens, unit=unit).batches)
     metrics = trainer.update(batches)
     tokens = int(sum((b.segment_BT > 0).sum() for b in batches))

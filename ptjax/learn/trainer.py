@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ptjax import types
+from ptjax.data import batching
 from ptjax.learn import optimizer as optimizers
 from ptjax.learn import update as updates
 from ptjax.models import adapters
@@ -19,7 +20,7 @@ class Trainer:
   """Trains a plain model state on batches under one objective; the reference policy is the state it started from."""
 
   def __init__(self, settings, model_config, plain, objective, *, mesh, temperature=1.0, seed=0):
-    self.settings, self.mesh = settings, mesh
+    self.settings, self.mesh, self.vocab_size = settings, mesh, model_config.vocab_size
     self.graphdef, params, self.frozen = adapters.split(
         model_config, plain, rank=settings.lora_rank, alpha=settings.lora_alpha, seed=seed)
     self.schedule = optimizers.schedule(
@@ -44,6 +45,11 @@ class Trainer:
     """Optimizer steps taken."""
     return int(self.state.step)
 
+  @property
+  def rows(self) -> int:
+    """B of a micro-batch: settings.rows, rounded up to the devices that rows are laid over."""
+    return devices.rows_over(self.mesh, self.settings.rows)
+
   def place(self, batch: types.Batch) -> types.Batch:
     return types.Batch(*(devices.put_global(self.mesh, x, 'BT') for x in batch))
 
@@ -51,8 +57,11 @@ class Trainer:
     """One optimizer step over the micro-batches; returns its metrics.
 
     Raises:
+      ValueError: a batch breaks a promise of types.Batch.
       FloatingPointError: the loss or gradient is not finite; names the first parameter whose value went bad.
     """
+    for batch in batches:
+      batching.check_batch(batch, max_branches=self.settings.branches, vocab_size=self.vocab_size)
     lr = float(self.schedule(self.step))
     self.state, metrics = self._update(self.state, self.frozen, [self.place(b) for b in batches])
     metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}

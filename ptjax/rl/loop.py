@@ -48,7 +48,7 @@ def run(config, parts, plain, stage):
 
     verified = time.monotonic()
     says_UR = trainable_UR & advantages.informative(reward_UR, trainable_UR)[:, None]
-    batches = trainer.with_reference(pack(rl, rollouts, advantage_UR, says_UR))
+    batches = trainer.with_reference(pack(rl, rollouts, advantage_UR, says_UR, rows=trainer.rows))
     if rl.correction != 'none':
       batches = trainer.with_old(batches)
     for _ in range(rl.updates_per_step):
@@ -70,10 +70,10 @@ def run(config, parts, plain, stage):
   return trainer.merged()
 
 
-def pack(rl, rollouts, advantage_UR, says_UR):
+def pack(rl, rollouts, advantage_UR, says_UR, *, rows: int):
   """Micro-batches of the groups that say something; a group that did equally well has no gradient and is left out."""
   sequences = batching.groups(rollouts, advantage_UR, says_UR)
-  return batching.pack(sequences, rows=rl.rows, seq_len=rl.seq_len, max_branches=rl.branches,
+  return batching.pack(sequences, rows=rows, seq_len=rl.seq_len, max_branches=rl.branches,
                        loss_tokens=rl.loss_tokens).batches
 
 

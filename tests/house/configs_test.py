@@ -59,7 +59,7 @@ class ConfigsTest(absltest.TestCase):
       with self.subTest(path.name):
         built = build(path)
         self.add_documented_files(built, path)
-        config.validate(built, base, device_count=1, where=path.name)
+        config.validate(built, base, where=path.name)
         self.assertEqual({name for name, _ in config.leaves(built)}, {name for name, _ in config.leaves(base)})
 
   def add_documented_files(self, built, path):
