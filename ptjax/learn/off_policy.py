@@ -153,9 +153,9 @@ def mismatch(logp_BT: jax.Array, behavior_logp_BT: jax.Array, mask_BT: jax.Array
   """How far the learner's log-probs lie from those recorded at sampling, over trained tokens.
 
   Returns:
-    `(sum, weight)` by name, a name ending in `_max` holding `(value, 1)`: `logp_diff_mean` and `logp_diff_max`, absolute,
-    nats; `behavior_kl`, the k3 estimate of KL(behavior || learner), nats; `behavior_ratio`, `behavior_ratio_max` and
-    `behavior_ratio_square`, of which the means give `ess_frac`.
+    `(sum, weight)` by name, a name ending in `_max` holding `(value, 1)`: `logp_diff_mean` and `logp_diff_max`, of
+    absolute differences in nats; `behavior_kl`, the k3 estimate of KL(behavior || learner), nats; `behavior_ratio`,
+    `behavior_ratio_max` and `behavior_ratio_square`, of which the means give `ess_frac`.
   """
   ratio_BT = _token_ratio(logp_BT, behavior_logp_BT, mask_BT)
   difference_BT = jax.lax.stop_gradient(log_ratio(logp_BT, behavior_logp_BT, mask_BT))

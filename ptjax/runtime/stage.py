@@ -108,5 +108,5 @@ class Stage:
     try:
       return int(json.loads(line)['step'])
     except (ValueError, TypeError, KeyError) as error:
-      raise RuntimeError(f'{self._rollouts}:{number}: is not a rollout with its step ({error}); fix: take the line out, '
-                         'or move the file away') from error
+      raise RuntimeError(f'{self._rollouts}:{number}: is not a rollout with its step ({error}); fix: take the line '
+                         'out, or move the file away') from error
