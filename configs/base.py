@@ -44,6 +44,8 @@ def get_config() -> config_dict.ConfigDict:
   c.dpo.loss = 'dpo'  # a row of learn.losses.PREFERENCE_LOSSES
   c.dpo.beta = 0.1
   c.dpo.label_smoothing = 0.0  # share of labels taken to be wrong
+  c.dpo.margin = 0.0  # by which simpo wants the chosen ahead
+  c.dpo.odds_weight = 0.1  # of orpo's preference term
   c.dpo.sample_tasks = 192  # tasks sampled to make pairs from
   c.dpo.samples_per_task = 4
   c.dpo.temperature = 1.2  # of those samples
@@ -62,9 +64,9 @@ def get_config() -> config_dict.ConfigDict:
   c.rl.aggregation = 'token_mean'  # a row of learn.policy_losses.AGGREGATIONS
   c.rl.kl = 'k3_ratio'  # a row of learn.policy_losses.KL_ESTIMATORS
   c.rl.kl_coef = 0.01
-  c.rl.correction = 'none'  # of sampler against trainer log-probs, as with a bfloat16 sampler: a row of
-  c.rl.correction_cap = 2.0  #   learn.off_policy.CORRECTIONS, its largest weight and (icepop, geometric_mis) the least
-  c.rl.correction_floor = 0.5
+  c.rl.correction = 'none'  # of the sampler's log-probs (bfloat16, say): a row of learn.off_policy.CORRECTIONS
+  c.rl.correction_cap = 2.0  # largest weight of a correction
+  c.rl.correction_floor = 0.5  # least weight, for icepop and geometric_mis
   c.rl.updates_per_step = 1  # optimizer steps taken on each step's rollouts
   c.curriculum = _dict(
       min_share=0.05,  # of each step's tasks that every domain is sure to get

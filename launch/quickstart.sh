@@ -17,7 +17,7 @@ for arg in "$@"; do
 done
 # A config named from the repository works in any directory; other paths are as seen from here.
 if [ ! -e "$config" ] && [ -e "$root/$config" ]; then config=$root/$config; fi
-# Large buffers come and go at every step: in huge pages they cost a tenth of the page faults.
+# Large buffers come and go at every step: huge pages save most of their page faults.
 export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 exec "$python" -m ptjax.main --config="$config" --workdir="$workdir" ${rest[@]+"${rest[@]}"}

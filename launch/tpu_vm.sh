@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Runs the same ptjax command on every worker of a TPU VM (one host or a pod slice) that already exists.
-#   launch/tpu_vm.sh [--dry-run] NAME ZONE --config=FILE --workdir=gs://BUCKET/DIR [...]
+#   launch/tpu_vm.sh [--dry-run] NAME ZONE --config=FILE --workdir=/SHARED/DIR [...]
 # Copies the committed tree to ~/ptjax of each worker, makes its .venv with the tpu extra, and starts one process per
-# worker, which find each other by themselves. Run again, it goes on from the last checkpoint in --workdir.
+# worker, which find each other by themselves. --workdir is a directory that all workers see (NFS, a mounted bucket);
+# run again, it goes on from the last checkpoint there.
 # Needs gcloud, logged in, with a default project. --dry-run prints the commands and runs none.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -13,7 +14,7 @@ if [ "${1:-}" = --dry-run ]; then
   shift
 fi
 if [ $# -lt 3 ]; then
-  sed -n '2,6s/^# \{0,1\}//p' launch/tpu_vm.sh >&2
+  sed -n '2,7s/^# \{0,1\}//p' launch/tpu_vm.sh >&2
   exit 2
 fi
 name=$1 zone=$2

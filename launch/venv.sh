@@ -12,9 +12,9 @@ extra=${1:-}
 stamp=.venv/installed${extra:+-$extra}
 wanted=$(cat pyproject.toml launch/constraints.txt | cksum)
 
-works() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' > /dev/null 2>&1; }
+works() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' > /dev/null 2>&1; }
 
-if ! works .venv/bin/python; then
+if ! works .venv/bin/python || ! .venv/bin/python -m pip --version > /dev/null 2>&1; then
   python=
   for candidate in python3 python3.12 python3.11; do
     if works "$candidate"; then python=$candidate; break; fi

@@ -13,6 +13,15 @@ DTYPES = ('float32', 'bfloat16')
 ISOLATION = ('userns', 'root', 'uid', 'landlock', 'none')
 SCHEDULES = ('constant', 'linear', 'cosine')
 STAGES = ('sft', 'dpo', 'rl')
+# Rows of the tables in ptjax/learn, which import jax and so are not read here; a test compares them.
+ALGORITHMS = {
+    'dpo.loss': ('dpo', 'hinge', 'ipo_mean', 'ipo_sum', 'kto', 'orpo', 'robust_dpo', 'simpo'),
+    'rl.advantage': ('dr_grpo', 'grpo', 'grpo_population_std', 'reinforce_pp', 'reinforce_pp_baseline', 'rloo'),
+    'rl.policy_loss': ('cispo', 'gspo', 'ppo_clip', 'reinforce'),
+    'rl.aggregation': ('seq_mean_token_mean', 'seq_mean_token_sum', 'seq_mean_token_sum_norm', 'token_mean'),
+    'rl.kl': ('k2', 'k3', 'k3_ratio'),
+    'rl.correction': ('geometric_mis', 'icepop', 'none', 'sequence_mis', 'sequence_tis', 'token_mis', 'token_tis'),
+}
 
 # field -> (rule in words, test, a value that passes)
 _RULES = {
@@ -24,6 +33,7 @@ _RULES = {
     'pipeline.stages': (f'a tuple out of {STAGES}, each at most once',
                         lambda v: set(v) <= set(STAGES) and len(set(v)) == len(v), "\"('sft','dpo','rl')\""),
     'dpo.beta': ('> 0', lambda v: v > 0, 0.1),
+    'dpo.odds_weight': ('>= 0', lambda v: v >= 0, 0.1),
     'dpo.label_smoothing': ('in [0, 0.5)', lambda v: 0 <= v < 0.5, 0.0),
     'dpo.samples_per_task': ('>= 2: a pair needs a right and a wrong sample', lambda v: v >= 2, 4),
     'dpo.sample_tasks': ('>= 1', lambda v: v >= 1, 64),
@@ -124,6 +134,7 @@ def _ruled(config) -> Iterator[tuple[str, str]]:
   for stage in STAGES:
     for name, rule in _STAGE_RULES.items():
       rules.setdefault(f'{stage}.{name}', rule)
+  rules |= {name: (f'one of {rows}', lambda v, rows=rows: v in rows, rows[0]) for name, rows in ALGORITHMS.items()}
   rules |= {f'{stage}.examples': ('>= 1', lambda v: v >= 1, 16) for stage in ('sft', 'dpo')}
   values = dict(leaves(config))
   for name, (rule, test, example) in rules.items():
@@ -140,6 +151,9 @@ def _crossed(config) -> Iterator[tuple[str, str]]:
   if 'rl' in config.pipeline.stages and config.rl.max_tokens > config.rl.loss_tokens:
     yield (f'rl.max_tokens = {config.rl.max_tokens}: a rollout must fit the trained tokens of a row, rl.loss_tokens = '
            f'{config.rl.loss_tokens}', f'--config.rl.loss_tokens={config.rl.max_tokens}')
+  if 'dpo' in config.pipeline.stages and not config.dpo.data and 2 * config.rl.max_tokens > config.dpo.loss_tokens:
+    yield (f'dpo.loss_tokens = {config.dpo.loss_tokens}: a pair of samples takes up to 2 x rl.max_tokens = '
+           f'{2 * config.rl.max_tokens}', f'--config.dpo.loss_tokens={2 * config.rl.max_tokens}')
   for section in ('rl', 'eval', 'generate'):
     if config[section].max_tokens >= config.sampler.max_context:
       yield (f'{section}.max_tokens = {config[section].max_tokens}: leaves no room for a prompt in '

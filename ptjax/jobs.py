@@ -52,6 +52,7 @@ def _only(config, stage, *, workdir, overrides, **unused) -> None:
 
 def evaluate(config, *, workdir, output, **unused) -> None:
   """Evaluates the model on the held-out tasks, prints the table; --output takes the whole result as JSON."""
+  _check_output(output)
   parts, plain = _model(config, workdir, tasks=True)
   with parts.verifiers:
     result = pipelines.evaluate(config, parts, plain)
@@ -62,6 +63,7 @@ def evaluate(config, *, workdir, output, **unused) -> None:
 
 def generate(config, *, workdir, input, output, **unused) -> None:
   """{"id", "prompt" | "messages"} -> {"id", "sample", "text", "token_ids", "logprobs", "finish_reason"}."""
+  _check_output(output)
   records = list(jsonl.prompts(input))
   parts, plain = _model(config, workdir)
   parts.load_policy(plain, version=0)
@@ -86,9 +88,10 @@ def score(config, *, workdir, input, output, **unused) -> None:
   {"id", "prompt", "completion"} -> {"id", "token_ids", "logprobs", "sum"} of the completion's tokens given the prompt;
   {"id", "token_ids"} -> the same ids, and the log-prob of each but the first, which nothing predicts.
   """
+  _check_output(output)
   records = list(jsonl.scorables(input))
   parts, plain = _model(config, workdir)
-  sequences = [_scorable(parts.tokenizer, record) for record in records]
+  sequences = [_scorable(parts.tokenizer, record, parts.model_config.vocab_size) for record in records]
   logps = _score_all(config, parts, plain, sequences)
   _write(output, (
       dict(id=record['id'], token_ids=record.get('token_ids', sequence.completions[0]['token_ids'].tolist()),
@@ -115,7 +118,8 @@ def export(config, *, workdir, output, **unused) -> None:
     if devices.is_main():
       peft.export_adapter(os.path.join(output, 'adapter'), model.config, adapter, rank=settings['lora_rank'],
                           alpha=settings['lora_alpha'] or settings['lora_rank'], base=output)
-  logging.info('wrote %s: %s', output, ' -> '.join(stages) or 'the source as it is')
+  if devices.is_main():
+    logging.info('wrote %s: %s', output, ' -> '.join(stages) or 'the source as it is')
 
 
 def _model(config, workdir, *, tasks=False):
@@ -131,11 +135,15 @@ def _prompt_ids(tokenizer, record) -> np.ndarray:
   return np.asarray(tokenizer.encode(record['prompt'], add_special=True), np.int32)
 
 
-def _scorable(tokenizer, record):
+def _scorable(tokenizer, record, vocab_size: int):
   if 'token_ids' in record:
+    if max(record['token_ids']) >= vocab_size:
+      raise ValueError(f"record {record['id']!r}: token id {max(record['token_ids'])} is outside [0, {vocab_size})")
     ids = np.asarray(record['token_ids'], np.int32)
     return batching.supervised(ids[:1], ids[1:])
   prompt = tokenizer.encode(record['prompt'], add_special=True)
+  if not prompt:
+    raise ValueError(f"record {record['id']!r}: the prompt has no token, so nothing predicts the first one")
   return batching.supervised(prompt, tokenizer.encode(record['completion']))
 
 
@@ -167,6 +175,13 @@ def _by_width(sequences, limit: int) -> dict[int, list[int]]:
       raise ValueError(f'sequence {k + 1} has {length} tokens, over the model\'s {limit}; shorten it')
     members.setdefault(min(limit, max(32, 1 << (length - 1).bit_length())), []).append(k)
   return members
+
+
+def _check_output(output: str) -> None:
+  """Raises ValueError, before any work, for an output that cannot be written."""
+  directory = os.path.dirname(output) or '.'
+  if output != '-' and (os.path.isdir(output) or not os.access(directory, os.W_OK)):
+    raise ValueError(f'--output={output}: no such file can be written; fix: a file in a directory that exists')
 
 
 def _write(output: str, records) -> None:

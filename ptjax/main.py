@@ -31,7 +31,7 @@ _NUM_PROCESSES = flags.DEFINE_integer('num_processes', 0, 'Processes in all, wit
 _DEBUG = flags.DEFINE_bool('debug', False, 'Shows the traceback of an error beside its message.')
 _PROCESS_ID = flags.DEFINE_integer('process_id', -1, 'This process, from 0, with --coordinator.')
 
-# job -> (module, function, needs jax, needs --workdir); every function takes (config, Options).
+# job -> (module, function, needs jax, needs --workdir); every function takes (config, **options).
 JOBS = {
     'pipeline': ('ptjax.jobs', 'pipeline', True, True),
     'sft': ('ptjax.jobs', 'sft', True, True),
@@ -54,6 +54,8 @@ def main(argv):
   module, function, needs_jax, needs_workdir = JOBS[job]
   if needs_workdir and not workdir:
     raise app.UsageError(f'--job={job} needs --workdir=DIRECTORY, where its checkpoints and report go')
+  if '://' in workdir:
+    raise app.UsageError(f'--workdir={workdir}: must be a directory; mount the bucket, and give the mounted directory')
   config, where = _CONFIG.value, config_flags.get_config_filename(flags.FLAGS['config'])
   base = _load_base()
   configs.validate(config, base, where=where)

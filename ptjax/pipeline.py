@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import itertools
+import json
 import os
 from typing import Any
 
@@ -39,6 +40,8 @@ _FIELDS = {
     'dpo': ('dpo', 'rl.max_tokens'),
     'rl': ('rl', 'curriculum'),
 }
+# And the user's own files, by what is in them.
+_FILES = {'base': ('tasks.path', 'tasks.heldout_path'), 'sft': ('sft.data',), 'dpo': ('dpo.data',), 'rl': ()}
 
 
 class GateBlocked(RuntimeError):
@@ -80,14 +83,16 @@ def run(config, workdir: str, stages: Sequence[str], *, interrupt: devices.Inter
       if interrupt.stop_requested():
         raise Stopped(f'stopped before stage {name}; what is finished is saved, the same command goes on from there')
       manifest = _begin(config, workdir, name, done, overrides)
+      parent = done[-1] if done else None
       if manifest is None:
         logging.info('stage %s is done: skipped', name)
+        _judge(config, workdir, lineage.read(workdir, name), parent)
       else:
         stage = Stage(name, workdir, **config.checkpoint, interrupt=interrupt)
         plain = restore(workdir, parts.mesh, parts.model_config, source, done)
         if name != 'base':
           plain = STAGES[name](config, parts, plain, stage)
-        _finish(config, workdir, parts, plain, stage, manifest, parent=done[-1] if done else None)
+        _finish(config, workdir, parts, plain, stage, manifest, parent=parent)
       done.append(name)
       if devices.is_main():
         show(workdir, done)
@@ -102,8 +107,7 @@ def build(config, *, tasks: bool = True) -> tuple[Parts, Any]:
   engine = Engine(model.config, SamplerLimits(**config.sampler), place=place)
   train, heldout = load_tasks(config) if tasks else ({}, [])
   verifiers = VerifierPool(min_isolation=config.sandbox.min_isolation, workers=config.sandbox.workers)
-  weights = dict(zip(train, config.tasks.weights or (1.0,) * len(train)))
-  parts = Parts(mesh, model.config, model.tokenizer, engine, verifiers, train, weights, heldout)
+  parts = Parts(mesh, model.config, model.tokenizer, engine, verifiers, train, domain_weights(config, train), heldout)
   return parts, model.params
 
 
@@ -137,6 +141,23 @@ def load_tasks(config):
   return train, heldout
 
 
+def domain_weights(config, train) -> dict[str, float]:
+  """Relative share by domain of the training tasks.
+
+  Raises:
+    ValueError: the weights are for other domains than the tasks', or there are too many domains for the least share.
+  """
+  t, min_share = config.tasks, config.curriculum.min_share
+  weights = dict(zip(t.domains, t.weights)) if t.weights else dict.fromkeys(train, 1.0)
+  if train and set(weights) != set(train):
+    raise ValueError(f'tasks.weights are for the domains {t.domains}, but {t.path} has {tuple(train)}; '
+                     f'fix: --config.tasks.domains="{tuple(train)}" with weights in that order')
+  if 'rl' in config.pipeline.stages and min_share * len(train) > 1:
+    raise ValueError(f'curriculum.min_share = {min_share}: {len(train)} domains cannot all have it; '
+                     f'fix: --config.curriculum.min_share={1 / len(train):.4f} or less')
+  return weights
+
+
 def restore(workdir: str, mesh, model_config, plain, stages: Sequence[str]):
   """The plain state after the finished `stages`: `plain` with each stage's trained parameters put in or merged."""
   for name in stages:
@@ -158,26 +179,30 @@ def trained(workdir: str, mesh, model_config, parent, name: str):
 
 
 def finished_stages(config, workdir: str) -> list[str]:
-  """The stages whose model a small job uses, in order: up to config.model.stage, or all that finished and passed.
+  """The stages that made the model a small job uses, in order: those that config.model.stage came from, and it.
+
+  'last' is the one started last of those that finished, passed their gate and whose parents still are what they were.
 
   Raises:
-    ValueError: the stage asked for has not finished in this workdir, or was trained from another source.
+    ValueError: there is none such in this workdir, or it was trained from another source.
   """
-  wanted, done = config.model.stage, []
+  wanted, paths = config.model.stage, {}  # stage -> the stages from the source to it
+  hashes = {config.model.source: ''}
   for manifest in lineage.chain(workdir) if workdir and wanted != 'base' else ():
-    passed = manifest.gate is None or manifest.gate['passed'] or not config.gate.enabled
-    if manifest.finished is None or not (passed or manifest.stage == wanted):
-      break
     if manifest.config['model.source'] != config.model.source:
       raise ValueError(f"{workdir} was trained from {manifest.config['model.source']!r}, not {config.model.source!r}; "
                        f"fix: --config.model.source={manifest.config['model.source']}")
-    done.append(manifest.stage)
-    if manifest.stage == wanted:
-      break
-  if wanted not in ('last', 'base') and wanted not in done:
-    raise ValueError(f'model.stage = {wanted!r}: has not finished in workdir {workdir!r}, which has {done}; '
-                     'fix: --config.model.stage=last, or another --workdir')
-  return done
+    passed = manifest.gate is None or manifest.gate['passed'] or not config.gate.enabled
+    [(parent, parent_hash)] = manifest.parents.items()
+    if manifest.finished and hashes.get(parent) == parent_hash and (passed or manifest.stage == wanted):
+      hashes[manifest.stage] = manifest.config_hash
+      paths[manifest.stage] = [*paths.get(parent, ()), manifest.stage]
+  if wanted == 'base' or not workdir and wanted == 'last':
+    return []
+  if not paths or wanted not in ('last', *paths):
+    raise ValueError(f'model.stage = {wanted!r}: has not finished in workdir {workdir!r}, which has {list(paths)}; '
+                     'fix: --config.model.stage=base or last, or another --workdir')
+  return list(paths.values())[-1] if wanted == 'last' else paths[wanted]
 
 
 def evaluate(config, parts: Parts, plain, *, version: int = 0, name: str = 'heldout') -> suites.SuiteResult:
@@ -198,10 +223,12 @@ def evaluate(config, parts: Parts, plain, *, version: int = 0, name: str = 'held
 
 
 def relevant(config, stages: Sequence[str]) -> dict:
-  """The fields that decide what the last of `stages` comes to, each at its full name."""
-  names = [field for stage in stages for field in _FIELDS[stage]]
-  values = {name: functools.reduce(lambda section, key: section[key], name.split('.'), config) for name in names}
-  return {name: value.to_dict() if hasattr(value, 'to_dict') else value for name, value in values.items()}
+  """What decides what the last of `stages` comes to: fields at their full names, and files by their digests."""
+  value_of = lambda name: functools.reduce(lambda section, key: section[key], name.split('.'), config)
+  values = {name: value_of(name) for stage in stages for name in _FIELDS[stage]}
+  files = {f'{name} sha256': lineage.file_digest(value_of(name))
+           for stage in stages for name in _FILES[stage] if value_of(name)}
+  return {name: value.to_dict() if hasattr(value, 'to_dict') else value for name, value in values.items()} | files
 
 
 def _begin(config, workdir, name, done, overrides) -> lineage.Manifest | None:
@@ -226,30 +253,29 @@ def _finish(config, workdir, parts, plain, stage, manifest, *, parent) -> None:
   manifest.data = dict(
       train={domain: lineage.digest([task.id for task in tasks])
              for domain, tasks in supervised.by_domain(parts.train_tasks).items()},
-      heldout=lineage.digest([task.id for task in parts.heldout_tasks]),
-      files={name: lineage.file_digest(path) for name, path in _data_files(config).items()})
+      heldout=lineage.digest([task.id for task in parts.heldout_tasks]))
   manifest.metrics = dict(stage.last)
   if parent:
     manifest.checkpoint = os.path.join(stage.name, 'checkpoints')
   if parts.heldout_tasks:
     result = evaluate(config, parts, plain, name=stage.name)
     manifest.metrics |= dict(accuracy=result.macro.accuracy, strict=result.macro.strict_frac)
-    if parent:
-      before = suites.load(os.path.join(workdir, parent, EVAL_FILE))
-      manifest.gate = gates.compare(before, result, confidence=config.gate.confidence,
-                                    max_drop=config.gate.max_drop).to_json()
     if devices.is_main():
       suites.save(result, stage.directory / EVAL_FILE)
+    devices.barrier('stage evaluated')
   manifest.finished = lineage.now()
-  if devices.is_main():
+  _judge(config, workdir, manifest, parent)
+
+
+def _judge(config, workdir, manifest, parent) -> None:
+  """Holds a stage's held-out result against its parent's under the gate as it is set now, and records the manifest."""
+  paths = [os.path.join(workdir, name, EVAL_FILE) for name in (parent, manifest.stage) if name]
+  if parent and all(map(os.path.exists, paths)):
+    gate = gates.compare(*map(suites.load, paths), confidence=config.gate.confidence, max_drop=config.gate.max_drop)
+    manifest.gate = json.loads(json.dumps(gate.to_json()))  # as it is read back
+  if devices.is_main() and lineage.read(workdir, manifest.stage) != manifest:
     lineage.write(workdir, manifest)
-  devices.barrier('stage finished')
-
-
-def _data_files(config) -> dict[str, str]:
-  """The user's own files, by the field that names them."""
-  named = dict(tasks=config.tasks.path, heldout=config.tasks.heldout_path, sft=config.sft.data, dpo=config.dpo.data)
-  return {name: path for name, path in named.items() if path}
+  devices.barrier('stage judged')
 
 
 def _check_gate(config, workdir, name) -> None:

@@ -31,17 +31,17 @@ class _Row:
     self.segments = []
 
   def fits(self, piece: types.TokenizedSequence, limits) -> bool:
-    tokens, branches, trained = _size(piece)
+    tokens, branches, trained = size(piece)
     return (self.tokens + tokens <= limits[0] and self.branches + branches <= limits[1]
             and self.trained + trained <= limits[2])
 
   def add(self, piece: types.TokenizedSequence) -> None:
-    tokens, branches, trained = _size(piece)
+    tokens, branches, trained = size(piece)
     self.tokens, self.branches, self.trained = self.tokens + tokens, self.branches + branches, self.trained + trained
     self.segments.append(piece)
 
 
-def _size(piece: types.TokenizedSequence) -> tuple[int, int, int]:
+def size(piece: types.TokenizedSequence) -> tuple[int, int, int]:
   """Tokens, branches and trained tokens that a segment takes of a row."""
   tokens = len(piece.prompt_ids) + sum(len(c['token_ids']) for c in piece.completions)
   return tokens, len(piece.completions), sum(int(np.sum(c['mask'])) for c in piece.completions)
@@ -102,7 +102,7 @@ def _fitting(sequences, limits, unit: int, too_long: str) -> tuple[list[types.To
     units = [sequence.completions[i:i + unit] for i in range(0, len(sequence.completions), unit)]
     fits = [_Row().fits(types.TokenizedSequence(sequence.prompt_ids, u), limits) for u in units]
     if not all(fits) and too_long == 'error':
-      sizes = _size(types.TokenizedSequence(sequence.prompt_ids, units[fits.index(False)]))
+      sizes = size(types.TokenizedSequence(sequence.prompt_ids, units[fits.index(False)]))
       raise ValueError(
           f'sequence {n}: prompt and completion take {sizes[0]} tokens of which {sizes[2]} are trained, over the '
           f"row's {limits[0]} and {limits[2]}; raise seq_len or loss_tokens, shorten it, or set too_long='drop'")
@@ -131,7 +131,7 @@ def _place(sequences, limits, unit: int) -> list[_Row] | None:
   if not all(_Row().fits(piece, limits) for piece in pieces):
     return None
   rows = []
-  for piece in sorted(pieces, key=lambda piece: -_size(piece)[0]):
+  for piece in sorted(pieces, key=lambda piece: -size(piece)[0]):
     row = next((row for row in rows if row.fits(piece, limits)), None)
     if row is None:
       row = _Row()

@@ -3,7 +3,8 @@
 Host side, numpy, once per step with the rollouts of *all* hosts, because some of these normalise over the whole batch.
 A rollout that is not trainable (its verifier or host broke) enters no mean, no deviation and no count, and gets 0. A
 group with fewer than two trainable rollouts says nothing about which was better and gets 0. A group of equal rewards
-gets exactly 0. Shape letters: U tasks, R rollouts per task, B sequences, T tokens.
+gets exactly 0, unless the baseline is the whole step's. Shape letters: U tasks, R rollouts per task, B sequences, T
+tokens.
 """
 
 import functools
@@ -101,6 +102,7 @@ ADVANTAGES = {
     'reinforce_pp': reinforce_pp,
     'reinforce_pp_baseline': reinforce_pp_baseline,
 }
+OVER_STEP = ('reinforce_pp',)  # rows whose baseline is the whole step's: a group of equal rewards says something too
 
 
 def reinforce_pp_tokens(

@@ -1,4 +1,4 @@
-"""The optimizer of a stage, from optax: AdamW with f32 moments, a schedule, and clipping by global norm."""
+"""The optimizer of a stage, from optax: AdamW, a schedule, and clipping by global norm."""
 
 import optax
 
@@ -22,6 +22,9 @@ def schedule(name: str, *, lr: float, steps: int, warmup_steps: int) -> optax.Sc
 
 def adamw(lr: optax.Schedule, *, weight_decay: float, clip_norm: float, b1: float,
           b2: float) -> optax.GradientTransformation:
-  """AdamW (arXiv 1711.05101) behind clipping by global norm; moments are kept in f32 whatever the gradient's dtype."""
+  """AdamW (arXiv 1711.05101) behind clipping by global norm.
+
+  The first moment is f32, the second has its parameter's dtype.
+  """
   return optax.chain(optax.clip_by_global_norm(clip_norm),
                      optax.adamw(lr, b1=b1, b2=b2, weight_decay=weight_decay, mu_dtype='float32'))

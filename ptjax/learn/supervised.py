@@ -43,6 +43,7 @@ def dpo(config, parts, plain, stage):
 def _train(settings, trainer, sources: Mapping[str, Sequence[types.TokenizedSequence]], weights, stage, *, seed: int,
            unit: int = 1, before: Callable = lambda batches: batches):
   """Takes settings.steps optimizer steps on settings.examples examples each, drawn from the sources by weight."""
+  check_sizes(settings, sources, stage.name)
   mixture = Mixture(sources, weights, block=BLOCK_PER_SOURCE * len(sources), seed=seed)
   for step in stage.steps(settings.steps, trainer, mixture=mixture):
     began = time.monotonic()
@@ -56,6 +57,19 @@ def _train(settings, trainer, sources: Mapping[str, Sequence[types.TokenizedSequ
     stage.log(step, progress=dict(loss=metrics['loss']), tokens_per_s=tokens / (time.monotonic() - began),
               optim=optim, **{stage.name: metrics})
   return trainer.merged()
+
+
+def check_sizes(settings, sources: Mapping[str, Sequence[types.TokenizedSequence]], stage: str) -> None:
+  """Raises ValueError, before the first step, for an example that no row can hold; names it and the flags to raise."""
+  for source, examples in sources.items():
+    for number, example_of in enumerate(examples, 1):
+      tokens, _, trained = batching.size(example_of)
+      if tokens > settings.seq_len or trained > settings.loss_tokens:
+        raise ValueError(
+            f'{stage}: example {number} of {source} has {tokens} tokens, {trained} of them trained; a row takes '
+            f'{stage}.seq_len = {settings.seq_len} and {stage}.loss_tokens = {settings.loss_tokens}; '
+            f'fix: a shorter example, or --config.{stage}.seq_len={max(tokens, settings.seq_len)} '
+            f'--config.{stage}.loss_tokens={max(trained, settings.loss_tokens)}')
 
 
 def demonstrations(settings, parts) -> tuple[dict[str, list[types.TokenizedSequence]], dict[str, float]]:
@@ -79,18 +93,24 @@ def answered(text: str) -> dict:
   return dict(role='assistant', content=text)
 
 
-def example(tokenizer, messages) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """(prompt ids, completion ids, completion mask): the prompt ends where the first assistant turn opens."""
+def example(tokenizer, messages, *, given: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """(prompt ids, completion ids, completion mask): the prompt ends where the first assistant turn opens.
+
+  Args:
+    given: messages at the start that belong to the prompt, assistant turns among them too.
+  """
   ids, mask = chat.encode_conversation(tokenizer, messages)
-  first = int(np.argmax(mask))
+  before = messages[:given]
+  start = len(chat.encode_conversation(tokenizer, before)[0]) if any(m['role'] == 'assistant' for m in before) else 0
+  first = start + int(np.argmax(mask[start:]))
   return ids[:first], ids[first:], mask[first:]
 
 
 def preferences(config, parts, plain, stage) -> list[types.TokenizedSequence]:
   """Chosen/rejected pairs from the data file, or from samples of `plain`, kept in the stage's directory."""
   if config.dpo.data:
-    both = [[example(parts.tokenizer, [*r['prompt'], *r[side]]) for side in ('chosen', 'rejected')]
-            for r in jsonl.preferences(config.dpo.data)]
+    both = [[example(parts.tokenizer, [*r['prompt'], *r[side]], given=len(r['prompt']))
+             for side in ('chosen', 'rejected')] for r in jsonl.preferences(config.dpo.data)]
     return [batching.preference(chosen[0], [(chosen[1], rejected[1])], masks=[(chosen[2], rejected[2])])
             for chosen, rejected in both]
   records = kept_pairs(stage.directory / PAIRS_FILE) or sample_pairs(config, parts, plain, stage.directory / PAIRS_FILE)

@@ -19,12 +19,13 @@ from ptjax.runtime import devices
 class Trainer:
   """Trains a plain model state on batches under one objective; the reference policy is the state it started from."""
 
-  def __init__(self, settings, model_config, plain, objective, *, mesh, temperature=1.0, seed=0):
+  def __init__(self, settings, model_config, plain, objective, *, mesh, temperature=1.0, seed=0, updates_per_step=1):
     self.settings, self.mesh, self.vocab_size = settings, mesh, model_config.vocab_size
     self.graphdef, params, self.frozen = adapters.split(
         model_config, plain, rank=settings.lora_rank, alpha=settings.lora_alpha, seed=seed)
     self.schedule = optimizers.schedule(
-        settings.schedule, lr=settings.lr, steps=settings.steps, warmup_steps=settings.warmup_steps)
+        settings.schedule, lr=settings.lr, steps=settings.steps * updates_per_step,
+        warmup_steps=settings.warmup_steps * updates_per_step)
     optimizer = optimizers.adamw(self.schedule, weight_decay=settings.weight_decay, clip_norm=settings.clip_norm,
                                  b1=settings.b1, b2=settings.b2)
     place = functools.partial(devices.shardings_of, mesh)

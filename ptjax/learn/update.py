@@ -26,7 +26,7 @@ Objective = Callable[[jax.Array, jax.Array, types.Batch], tuple[jax.Array, jax.A
 class TrainState(NamedTuple):
   """What a step changes: donated to it and returned."""
 
-  step: jax.Array  # int32, steps taken
+  step: jax.Array  # int32, steps taken; one without anything to train on is none
   params: nnx.State  # the trainable parameters: all of them, or the adapters
   opt_state: optax.OptState
 
@@ -73,7 +73,7 @@ def make_update(graphdef: nnx.GraphDef, objective: Objective, optimizer: optax.G
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(some, new, old))
-    state = TrainState(state.step + 1, keep(params, state.params), keep(opt_state, state.opt_state))
+    state = TrainState(state.step + some, keep(params, state.params), keep(opt_state, state.opt_state))
     means = {k: _mean(k, *pair) for k, pair in sums.items()}
     return state, dict(means, weight=weight, grad_norm=optax.global_norm(grads))
 

@@ -41,7 +41,7 @@ def low_rank_product(i: str, o: str, x: jax.Array, a: jax.Array, b: jax.Array) -
 
   Its gradients are those of autodiff, in an order of operands that makes XLA transpose the small factor, not dy.
   """
-  return jnp.einsum(f'BTA,A{o}->BT{o}', jnp.einsum(f'BT{i},{i}A->BTA', x, a), b)
+  return _low_rank_forward(i, o, x, a, b)[0]
 
 
 def _low_rank_forward(i, o, x, a, b):

@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from ptjax.data import batching
-from ptjax.learn import advantages, losses, objectives
+from ptjax.learn import advantages, losses, objectives, off_policy
 from ptjax.learn.trainer import Trainer
 from ptjax.rl import reward, rollout
 from ptjax.rl.curriculum import Curriculum
@@ -27,7 +27,7 @@ def run(config, parts, plain, stage):
   """
   rl = config.rl
   trainer = Trainer(rl, parts.model_config, plain, objectives.policy(rl), mesh=parts.mesh,
-                    temperature=rl.temperature, seed=config.seed)
+                    temperature=rl.temperature, seed=config.seed, updates_per_step=rl.updates_per_step)
   curriculum = Curriculum(parts.train_tasks, seed=config.seed, weights=parts.weights, **config.curriculum)
   advantage = losses.bind(advantages.ADVANTAGES, rl.advantage, {}, what='advantage')
   for step in stage.steps(rl.steps, trainer, curriculum=curriculum):
@@ -47,7 +47,9 @@ def run(config, parts, plain, stage):
     advantage_UR = advantage(shaped_UR, trainable_UR)
 
     verified = time.monotonic()
-    says_UR = trainable_UR & advantages.informative(reward_UR, trainable_UR)[:, None]
+    says_UR = trainable_UR
+    if rl.advantage not in advantages.OVER_STEP:
+      says_UR = says_UR & advantages.informative(reward_UR, trainable_UR)[:, None]
     batches = trainer.with_reference(pack(rl, rollouts, advantage_UR, says_UR, rows=trainer.rows))
     if rl.correction != 'none':
       batches = trainer.with_old(batches)
@@ -57,6 +59,7 @@ def run(config, parts, plain, stage):
 
     drawn = sum(len(r.token_ids) for r in rollouts)
     optim = {name: learned.pop(name) for name in ('grad_norm', 'lr')}
+    learned['ess_frac'] = off_policy.ess_frac(learned.pop('behavior_ratio'), learned.pop('behavior_ratio_square'))
     outcomes = Counter(v.status for v in verdicts)
     learned_at = time.monotonic()
     drawn_by = summary(tasks, rollouts, reward_UR, trainable_UR)
@@ -71,7 +74,7 @@ def run(config, parts, plain, stage):
 
 
 def pack(rl, rollouts, advantage_UR, says_UR, *, rows: int):
-  """Micro-batches of the groups that say something; a group that did equally well has no gradient and is left out."""
+  """Micro-batches of the rollouts that say something; a group whose advantages are all 0 is left out."""
   sequences = batching.groups(rollouts, advantage_UR, says_UR)
   return batching.pack(sequences, rows=rows, seq_len=rl.seq_len, max_branches=rl.branches,
                        loss_tokens=rl.loss_tokens).batches

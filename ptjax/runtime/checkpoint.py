@@ -29,7 +29,7 @@ class Checkpoints:
     """Opens or creates the directory and removes what an interrupted save left there.
 
     Args:
-      directory: a local path, or one that orbax writes to (gs://...).
+      directory: where the checkpoints lie.
       keep: newest steps that are kept; at least 2, so that one is usable whatever happens to the other.
     """
     if keep < 2:

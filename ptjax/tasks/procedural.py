@@ -132,12 +132,12 @@ def make(domain: str, *, split: str, count: int, seed: int, level: int = 0) -> l
 def majority_accuracy(tasks: Iterable[types.Task]) -> dict[str, float]:
   """By domain, the accuracy of always giving the most frequent right answer. What a model must beat.
 
-  A code task has no answer to repeat, so its right function counts as one.
+  A code task has no answer to repeat, so its right function counts as one; a task without either shares it with none.
   """
   rights = collections.defaultdict(collections.Counter)
   for task in tasks:
     answer = task.reference['answer'] if isinstance(task.reference, dict) else task.reference
-    rights[task.domain][task.demonstration if answer is None else str(answer)] += 1
+    rights[task.domain][(task.demonstration or task.id) if answer is None else str(answer)] += 1
   return {domain: max(c.values()) / c.total() for domain, c in rights.items()}
 
 

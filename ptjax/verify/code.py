@@ -13,6 +13,7 @@ import importlib.util
 import io
 import json
 import marshal
+import math
 import pathlib
 import re
 import time
@@ -35,6 +36,8 @@ _LEXERS = ('__init__.py', '_mapping.py', 'python.py', 'diff.py')
 _MAX_SOURCE_CHARS = 1 << 16
 _MAX_LINE_BYTES = 4 << 20
 _FENCE = re.compile(r'^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)', re.DOTALL | re.MULTILINE)
+_PYTHON_MARKS = ('', 'python', 'python3', 'py')
+_PROGRAM = re.compile(r'^\s*(?:def|class|import|from|async|print\s*\()', re.MULTILINE)
 _CODE_LINE = re.compile(r'(?:def|class|import|from|async|@)\b|@\w')
 _DEFAULT_LIMITS = {'wall_s': 10.0, 'cpu_s': 5.0, 'memory_mb': 256, 'pids': 16}
 
@@ -48,15 +51,19 @@ class _Malformed(Exception):
 def extract_code(text: str, entry: str | None = None) -> tuple[str, bool]:
   """The Python source in a completion and whether it was given in the asked form: code and nothing else.
 
-  A ``` block wins over raw text: the last one that defines `entry`, else the last one. Raw text that does not parse
-  loses the prose before its first code line and after its last good one.
+  A ``` block wins over raw text: the last one that defines `entry`; else the last that parses, one marked as Python
+  or with a definition, an import or a print first; else the last one. Raw text that does not parse loses the prose
+  before its first code line and after its last good one.
   """
   text = text[:_MAX_SOURCE_CHARS].replace('\r\n', '\n')
   blocks = list(_FENCE.finditer(text))
   if blocks:
     defining = [b for b in blocks if entry and re.search(rf'^\s*(?:async\s+)?def\s+{re.escape(entry)}\b',
                                                          b.group(2), re.MULTILINE)]
-    block = (defining or blocks)[-1]
+    parsing = [b for b in blocks if b.group(1).lower() in _PYTHON_MARKS and _parses(b.group(2))]
+    marked = [b for b in parsing if b.group(1)]
+    programs = [b for b in parsing if _PROGRAM.search(b.group(2))]
+    block = (defining or marked or programs or parsing or blocks)[-1]
     return block.group(2), block.group().strip() == text.strip()
   if _parses(text):
     return text, bool(text.strip())
@@ -78,6 +85,8 @@ def check(task: types.Task) -> None:
     raise ValueError(f'field "tests" must be {{"style": one of {STYLES}, "text": text}}, not {task.tests!r:.60}')
   if _style(tests) in ('call', 'stdio'):
     _cases(tests['text'], _style(tests))
+  elif not _parses(tests['text']):
+    raise ValueError('field "tests.text" is not Python that parses')
   for name, content in task.files.items():
     if not isinstance(content, str) or name in _OURS:
       raise ValueError(f'field "files" must be path -> text, without {sorted(_OURS)}; see {name!r:.60}')
@@ -141,7 +150,10 @@ def same_value(got: Any, expected: Any, tolerance: float | None = None) -> bool:
   if tolerance is not None and type(expected) in (int, float) and type(got) in (int, float):
     if got == expected:
       return True
-    return abs(got - expected) <= tolerance * max(1.0, abs(expected))
+    try:
+      return abs(got - expected) <= tolerance * max(1.0, abs(expected))
+    except OverflowError:  # an int beyond every float
+      return False
   if type(got) is not type(expected):
     return False
   if isinstance(expected, (list, tuple)):
@@ -168,9 +180,15 @@ def _cases(text: str, style: str) -> dict:
   try:
     spec = json.loads(text)
     cases = [tuple(case[f] for f in fields) for case in spec['cases']]
-    if style == 'call':
-      return {'entry': str(spec['entry']), 'cases': cases, 'tolerance': spec.get('tolerance')}
-    return {'cases': cases}
+    texts = [x for case in cases for x in case] if style == 'stdio' else [spec['entry']]
+    lists = [args for args, _ in cases] if style == 'call' else []
+    tolerance = spec.get('tolerance')
+    if not cases or not all(isinstance(x, str) for x in texts) or not all(isinstance(x, list) for x in lists):
+      raise TypeError('no case' if not cases else '"stdin" and "expected" must be text' if style == 'stdio' else
+                      '"entry" must be text and "args" a list')
+    if tolerance is not None and (type(tolerance) not in (int, float) or not 0 <= tolerance < math.inf):
+      raise TypeError(f'"tolerance" {tolerance!r} must be a number >= 0')
+    return {'entry': spec['entry'], 'cases': cases, 'tolerance': tolerance} if style == 'call' else {'cases': cases}
   except (ValueError, KeyError, TypeError) as e:
     wanted = '"entry" and ' if style == 'call' else ''
     raise ValueError(f'field "tests.text" of style {style} must be JSON with {wanted}"cases", each of {fields}; '
@@ -312,7 +330,7 @@ def _decode(reply: dict) -> tuple[Any, str]:
     return None, f'{reply["error"]}: {reply.get("message", "")}'[:300]
   try:
     return plain_values.decode(reply['value']), ''
-  except (ValueError, TypeError, KeyError, IndexError, RecursionError) as e:
+  except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError) as e:
     raise _Malformed(f'a value that cannot be read: {type(e).__name__}') from e
 
 

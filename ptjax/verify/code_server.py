@@ -13,8 +13,6 @@ import types
 sys.path.insert(0, os.getcwd())
 import plain_values  # pylint: disable=g-import-not-at-top,wrong-import-position
 
-_STOPS = (StopIteration, StopAsyncIteration)
-
 
 def load():
   """(module, None), or (module, error reply) when the solution does not load."""
@@ -33,8 +31,7 @@ def load():
 def error_of(error):
   """What may be told of an exception: a built-in exception's own name, or RemoteError."""
   kind = type(error)
-  named = (getattr(builtins, kind.__name__, None) is kind and isinstance(error, Exception)
-           and not isinstance(error, _STOPS))
+  named = getattr(builtins, kind.__name__, None) is kind and isinstance(error, Exception)
   try:
     message = str(error)
   except BaseException:  # pylint: disable=broad-except

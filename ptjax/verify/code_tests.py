@@ -16,6 +16,7 @@ sys.path.insert(0, os.getcwd())
 import plain_values  # pylint: disable=g-import-not-at-top,wrong-import-position
 
 _CHANNEL = os.fdopen(os.dup(3), 'rb')
+_STOPS = (StopIteration, StopAsyncIteration)
 
 
 class RemoteError(Exception):
@@ -42,24 +43,55 @@ def proxy(name):
     send({'call': name, 'args': plain_values.encode(args), 'kwargs': plain_values.encode(kwargs)})
     reply = receive()
     if 'error' in reply:
-      kind = getattr(builtins, str(reply['error']), None)
-      known = isinstance(kind, type) and issubclass(kind, Exception)
-      raise (kind if known else RemoteError)(reply.get('message', ''))
+      raise remote_error(str(reply['error']), reply.get('message', ''))
     return plain_values.decode(reply['value'])
 
   call.__name__ = call.__qualname__ = name
   return call
 
 
-def make_solution():
+def remote_error(name, message):
+  """What to raise for the solution's exception: the built-in one of that name, or the nearest that takes a message.
+
+  StopIteration is none of them: raised in the tests' own loops it would end them early, as if all had been seen.
+  """
+  kind = getattr(builtins, name, None)
+  if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(kind, _STOPS):
+    return RemoteError(message)
+  for known in kind.__mro__:
+    try:
+      return known(message)
+    except TypeError:
+      continue
+
+
+def make_solution(source):
   """The `solution` module of proxies, as importable as the real one."""
   module = types.ModuleType('solution')
   for name, value in plain_values.decode(receive()['names']).items():
     setattr(module, name, proxy(name) if value is None else value[0])
   # `from solution import *` must not replace what the tests judge with.
-  module.__all__ = [name for name in vars(module) if not name.startswith('_') and not hasattr(builtins, name)]
+  judges = {*dir(builtins), *bound_names(source)}
+  module.__all__ = [name for name in vars(module) if not name.startswith('_') and name not in judges]
   sys.modules['solution'] = module
   return module
+
+
+def bound_names(source):
+  """The names that the tests import from elsewhere, define or assign."""
+  names = set()
+  try:
+    nodes = list(ast.walk(ast.parse(source)))
+  except (SyntaxError, ValueError, RecursionError):
+    return names  # running them will say so
+  for node in nodes:
+    if isinstance(node, (ast.Import, ast.ImportFrom)) and getattr(node, 'module', None) != 'solution':
+      names |= {(alias.asname or alias.name).partition('.')[0] for alias in node.names}
+    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+      names.add(node.name)
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+      names.add(node.id)
+  return names
 
 
 class _CountAsserts(ast.NodeTransformer):
@@ -162,9 +194,9 @@ RUNNERS = {'asserts': run_asserts, 'unittest': run_unittest, 'pytest': run_pytes
 
 def main():
   runner = RUNNERS[sys.argv[1]]
-  solution = make_solution()
   with open('tests.py', encoding='utf-8') as f:
     source = f.read()
+  solution = make_solution(source)
   try:
     report = runner(source, solution)
   except BaseException as e:  # pylint: disable=broad-except

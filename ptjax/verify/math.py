@@ -100,7 +100,7 @@ def equal(gold: str, answer: str) -> tuple[bool, str]:
   if {gold[:1], answer[:1]} == {'(', '\\'} and '\\{' in (gold[:2], answer[:2]):
     return False, 'a set and a tuple'
   reply = _WORKERS.call({'gold': gold, 'answer': answer}, cpu_s=_CPU_S, wall_s=8 * _CPU_S)
-  return reply['equal'], 'formulas'
+  return reply['equal'], reply.get('why', 'formulas')
 
 
 def _unit(formula: str) -> str:

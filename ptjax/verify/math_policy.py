@@ -21,11 +21,13 @@ def respond(request: dict) -> dict:
   gold = read(request['gold'])
   if gold is None:
     raise ValueError(f'the reference {request["gold"]!r} cannot be read')
-  answer = read(request['answer'])
-  if answer is None:
-    return {'equal': False}
-  return {'equal': bool(math_verify.verify(gold, answer, strict=True, allow_set_relation_comp=True,
-                                           timeout_seconds=None))}
+  try:
+    answer = read(request['answer'])
+    return {'equal': answer is not None and bool(math_verify.verify(
+        gold, answer, strict=True, allow_set_relation_comp=True, timeout_seconds=None))}
+  except Exception as e:  # pylint: disable=broad-except
+    # The answer is the policy's: what cannot be read or compared is wrong, and never the host's failure.
+    return {'equal': False, 'why': f'{type(e).__name__}: {e}'[:200]}
 
 
 def read(formula: str):

@@ -37,8 +37,13 @@ def run(input_path: str, output_path: str, *, min_isolation: str = 'uid', worker
     min_isolation: weakest sandbox tier to run code in.
     workers: answers verified at one time; 0 is one per core.
   Raises:
-    ValueError: a malformed line, by line and field. What came before it is answered.
+    ValueError: no such input, an output that is the input, or a malformed line, by line and field. What came before the
+      line is answered; an output is opened only when the input is there.
   """
+  if input_path != '-' and not os.path.exists(input_path):
+    raise ValueError(f'{input_path}: no such file')
+  if '-' not in (input_path, output_path) and os.path.exists(output_path) and os.path.samefile(input_path, output_path):
+    raise ValueError(f'{output_path}: is the input too, and would be overwritten; fix: another --output')
   with contextlib.ExitStack() as stack:
     pool = stack.enter_context(base.VerifierPool(min_isolation=min_isolation, workers=workers))
     out = sys.stdout if output_path == '-' else stack.enter_context(open(output_path, 'w', encoding='utf-8'))
@@ -69,22 +74,20 @@ def _take(requests: Iterator, count: int) -> tuple[list, ValueError | None]:
 def _requests(path: str) -> Iterator[tuple[str | int, types.Task, str]]:
   """(id, task, answer) per line, as soon as it can be read."""
   name = 'standard input' if path == '-' else path
-  if path != '-' and not os.path.exists(path):
-    raise ValueError(f'{path}: no such file')
-  with contextlib.nullcontext(sys.stdin) if path == '-' else open(path, encoding='utf-8') as lines:
+  with contextlib.nullcontext(sys.stdin.buffer) if path == '-' else open(path, 'rb') as lines:
     # readline, since iterating may read ahead and keep a caller waiting.
-    for number, line in enumerate(iter(lines.readline, ''), 1):
+    for number, line in enumerate(iter(lines.readline, b''), 1):
       if line.strip():
         yield _request(f'{name}:{number}', line)
 
 
-def _request(where: str, line: str) -> tuple[str | int, types.Task, str]:
+def _request(where: str, line: bytes) -> tuple[str | int, types.Task, str]:
   try:
-    record = json.loads(line)
+    record = json.loads(line.decode('utf-8'), parse_constant=_no_number)
   except (ValueError, RecursionError) as e:
-    raise ValueError(f'{where}: is not JSON: {e}') from e
+    raise ValueError(f'{where}: is not JSON in UTF-8: {e}') from e
   if not isinstance(record, dict):
-    raise ValueError(f'{where}: must be a JSON object, not {line.strip():.60}')
+    raise ValueError(f'{where}: must be a JSON object, not {record!r:.60}')
   for field in _REQUIRED:
     if field not in record:
       raise ValueError(f'{where}: field "{field}" is missing')
@@ -97,6 +100,10 @@ def _request(where: str, line: str) -> tuple[str | int, types.Task, str]:
   except ValueError as e:
     raise ValueError(f'{where}: {e}') from e
   return record['id'], task, record['answer']
+
+
+def _no_number(name: str):
+  raise ValueError(f'{name} is no JSON number')
 
 
 def _check(where: str, field: str, value: Any) -> None:

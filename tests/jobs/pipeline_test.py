@@ -98,6 +98,19 @@ class PipelineTest(absltest.TestCase):
     run(f'--workdir={self.workdir}', *SHORT)
     self.assertEqual({path: os.stat(path).st_mtime_ns for path in before}, before)
 
+  def test_a_finished_stage_is_judged_by_the_gate_as_it_is_set_now(self):
+    before = self.manifest('rl')['gate']
+    run(f'--workdir={self.workdir}', *SHORT, '--config.gate.max_drop=1.0')
+    self.assertEqual((self.manifest('rl')['gate']['max_drop'], self.manifest('rl')['gate']['passed']), (1.0, True))
+    run(f'--workdir={self.workdir}', *SHORT)
+    self.assertEqual(self.manifest('rl')['gate'], before)
+
+  def test_a_job_without_the_stage_it_is_to_use_says_so(self):
+    with self.assertRaisesRegex(AssertionError, 'has not finished in workdir'):
+      run('--job=generate', f'--workdir={self.workdir}-mistyped', stdin='{"id": 1, "prompt": "a"}')
+    with self.assertRaisesRegex(AssertionError, 'token id 999999 is outside'):
+      run('--job=score', f'--workdir={self.workdir}', stdin='{"id": 1, "token_ids": [1, 999999]}')
+
   def test_another_config_is_refused_with_the_difference(self):
     with self.assertRaisesRegex(AssertionError, r"rl\.lr was .* is 0\.5"):
       run(f'--workdir={self.workdir}', *SHORT, '--config.rl.lr=0.5')

@@ -47,6 +47,16 @@ def trained(rows, *, share=False, sizes=None, rank=4, width=32):
 
 class UpdateTest(absltest.TestCase):
 
+  def test_the_schedule_ends_with_the_last_update_however_many_a_step_takes(self):
+    settings = SETTINGS.copy_and_resolve_references()
+    settings.schedule, settings.warmup_steps = 'linear', 1
+    mesh = devices.make_mesh(data=1, devices=jax.devices()[:1])
+    one, four = (trainers.Trainer(settings, CONFIG, STATE, objectives.supervised(), mesh=mesh, updates_per_step=n)
+                 for n in (1, 4))
+    self.assertAlmostEqual(float(four.schedule(0)), settings.lr / 4, places=6)
+    for step in range(1, settings.steps + 1):
+      self.assertAlmostEqual(float(four.schedule(4 * step)), float(one.schedule(step)), places=6)
+
   def assert_same(self, got, want):
     for a, b in zip(got[0], want[0]):
       for name in ('loss', 'weight', 'grad_norm'):

@@ -1,8 +1,11 @@
 """LoRA starts as the identity, merges to what it computes, and trains nothing else."""
 
+import functools
+
 from absl.testing import absltest
 from flax import nnx
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ptjax.models import adapters
@@ -47,6 +50,18 @@ class AdaptersTest(absltest.TestCase):
     merged = dict(nnx.to_flat_state(adapters.merge(graphdef, trainable, frozen)))
     path = ('layers', 'mlp', 'up', 'w')
     np.testing.assert_allclose(merged[path][...], dict(nnx.to_flat_state(STATE))[path][...] + 2 * 0.25, rtol=1e-6)
+
+  def test_low_rank_gradients_equal_those_of_autodiff(self):
+    for i, o in (('D', 'F'), ('D', 'NH'), ('NH', 'D')):
+      sizes = dict(B=2, T=3, A=2, D=4, F=5, N=2, H=3)
+      draw = lambda letters, seed: jax.random.normal(jax.random.key(seed), [sizes[x] for x in letters])
+      x, a, b, dy = draw(f'BT{i}', 0), draw(f'{i}A', 1), draw(f'A{o}', 2), draw(f'BT{o}', 3)
+      plain = lambda x, a, b: jnp.einsum(f'BT{i},{i}A,A{o}->BT{o}', x, a, b)
+      want, want_vjp = jax.vjp(plain, x, a, b)
+      got, got_vjp = jax.vjp(functools.partial(transformer.low_rank_product, i, o), x, a, b)
+      np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+      for g, w in zip(got_vjp(dy), want_vjp(dy)):
+        np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5)
 
   def test_rank_0_trains_everything(self):
     graphdef, trainable, frozen = adapters.split(CONFIG, STATE, rank=0)

@@ -1,5 +1,6 @@
 """Generated tasks: disjoint splits, stable ids, right demonstrations, short prompts."""
 
+import dataclasses
 import json
 
 from absl.testing import absltest
@@ -67,6 +68,8 @@ class MakeTest(parameterized.TestCase):
     self.assertEqual(procedural.majority_accuracy(tasks), {'gcd': max(counts) / 100})
     code = procedural.make('functions', split='train', count=50, seed=0)
     self.assertEqual(procedural.majority_accuracy(code), {'functions': 1 / 50})
+    bare = [dataclasses.replace(task, demonstration=None) for task in code]
+    self.assertEqual(procedural.majority_accuracy(bare), {'functions': 1 / 50})
 
 
 class FunctionsTest(parameterized.TestCase):

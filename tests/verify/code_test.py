@@ -59,7 +59,17 @@ class CorpusTest(absltest.TestCase):
       self.assertFalse(mark.exists())
 
 
+def program_task(style, text):
+  return types.Task('t', 'd', (), 'code', tests={'style': style, 'text': text})
+
+
 class CallTest(parameterized.TestCase):
+
+  @parameterized.parameters(
+      'def f(x):\n  return 10 ** 400',
+      'import os, json\ndef f(x):\n  os.write(3, b\'{"id": 1, "value": ["f", "0x1p99999"]}\\n\')\n  return 1.5')
+  def test_no_value_makes_the_verdict_an_error(self, source):
+    self.assertEqual(verify(call_task([([1], 1.5)], tolerance=1e-6), source).status, 'fail')
 
   @parameterized.parameters(
       ('def f(x):\n  return x + 1', 2, 'pass'),
@@ -91,7 +101,8 @@ class CallTest(parameterized.TestCase):
       self.assertEqual((verdict.status, verdict.evidence.get('limit')), (status, limit), verdict)
 
   def test_no_tests_is_no_pass(self):
-    self.assertEqual(verify(call_task([]), 'def f(x):\n  return 1').status, 'fail')
+    # A task that tests nothing is broken: it says nothing about the solution.
+    self.assertEqual(verify(call_task([]), 'def f(x):\n  return 1').status, 'error')
     for style, text in (('asserts', 'x = 1'), ('unittest', 'import unittest'), ('pytest', 'x = 1')):
       task = types.Task('t', 'd', (), 'code', tests={'style': style, 'text': text})
       self.assertEqual(verify(task, 'def f(x):\n  return 1').status, 'fail', style)
@@ -137,6 +148,27 @@ class ProgramTest(parameterized.TestCase):
     self.assertEqual(verify(task, 'def f(x):\n  return 7\ndef abs(x):\n  return 0').status, 'fail')
     self.assertEqual(verify(task, 'def f(x):\n  return 2').status, 'pass')
 
+  @parameterized.parameters('StopIteration', 'StopAsyncIteration')
+  def test_a_solution_does_not_end_the_loops_of_the_tests(self, stop):
+    solution = f'import __main__\n__main__._STOPS = ()\ndef f(*a):\n  raise {stop}'
+    for style, text in (
+        ('asserts', 'from solution import f\nassert all(map(lambda x: f(x) == x + 1, [1, 2]))'),
+        ('pytest', 'from solution import f\ndef test_a():\n  for got, want in zip(map(f, [1]), [2]):\n'
+         '    assert got == want\n')):
+      self.assertEqual(verify(program_task(style, text), solution).status, 'fail', style)
+
+  @parameterized.parameters('from math import isclose', 'import math\nisclose = math.isclose',
+                            'def isclose(a, b):\n  return abs(a - b) < 1e-6')
+  def test_a_solution_does_not_replace_what_the_tests_bound(self, bind):
+    text = f'{bind}\nfrom solution import *\nassert isclose(f(2), 1.5)'
+    forged = 'def f(x):\n  return 0.0\ndef isclose(*a, **k):\n  return True'
+    self.assertEqual(verify(program_task('asserts', text), forged).status, 'fail')
+    self.assertEqual(verify(program_task('asserts', text), 'def f(x):\n  return 1.5').status, 'pass')
+
+  def test_an_exception_that_takes_more_than_a_message_comes_as_its_nearest_base(self):
+    text = 'import solution\ntry:\n  solution.f()\n  assert False\nexcept ValueError:\n  assert True'
+    self.assertEqual(verify(program_task('asserts', text), 'def f():\n  b"\\xff".decode()').status, 'pass')
+
   def test_counts(self):
     task = types.Task('t', 'd', (), 'code', tests={'style': 'asserts', 'text': 'assert f(1) == 2\nassert f(1) == 3'})
     self.assertEqual({k: verify(task, 'def f(x):\n  return x + 1').evidence[k] for k in ('tests', 'passed')},
@@ -172,6 +204,14 @@ class ExtractTest(parameterized.TestCase):
   def test_extract(self, text, source, format_ok):
     self.assertEqual(code.extract_code(text, 'f'), (source, format_ok))
 
+  @parameterized.parameters(
+      '```python\n{}```\nExample:\n```\nf(2) -> 4\n```', '```python\n{}```\nIt prints\n```\n3\n```',
+      '```\n{}```\nInput:\n```\n3\n```\n', '```json\n{{"a": 1}}\n```\n```py\n{}```',
+      '```python\nprint(0)\n```\nBetter:\n```python\n{}```')
+  def test_without_an_entry_examples_are_not_the_solution(self, text):
+    source = 'n = int(input())\nprint(n * 2)\n'
+    self.assertEqual(code.extract_code(text.format(source))[0], source)
+
 
 class CheckTest(parameterized.TestCase):
 
@@ -180,9 +220,16 @@ class CheckTest(parameterized.TestCase):
       (dict(tests={'style': 'doctest', 'text': ''}), 'field "tests" must be'),
       (dict(tests={'style': 'call', 'text': '{'}), 'field "tests.text" of style call must be JSON'),
       (dict(tests={'style': 'call', 'text': '{"cases": []}'}), 'entry'),
-      (dict(tests={'style': 'asserts', 'text': ''}, limits={'ram': 1}), 'field "limits" has unknown'),
-      (dict(tests={'style': 'asserts', 'text': ''}, limits={'wall_s': -1}), 'field "limits"'),
-      (dict(tests={'style': 'asserts', 'text': ''}, files={'solution.py': ''}), 'field "files"'),
+      (dict(tests={'style': 'call', 'text': '{"entry": "f", "cases": []}'}), 'no case'),
+      (dict(tests={'style': 'call', 'text': '{"entry": "f", "cases": [{"args": 3, "expected": 1}]}'}), '"args" a list'),
+      (dict(tests={'style': 'call', 'text': '{"entry": "f", "tolerance": "", "cases": [{"args": [], "expected": 1}]}'}),
+       '"tolerance" \'\' must be'),
+      (dict(tests={'style': 'stdio', 'text': '{"cases": [{"stdin": 5, "expected": "1"}]}'}), '"stdin" and "expected"'),
+      (dict(tests={'style': 'pytest', 'text': 'assert f(1 == 2'}), 'not Python that parses'),
+      (dict(tests={'style': 'unittest', 'text': ''}), 'not Python that parses'),
+      (dict(tests={'style': 'asserts', 'text': 'assert 1'}, limits={'ram': 1}), 'field "limits" has unknown'),
+      (dict(tests={'style': 'asserts', 'text': 'assert 1'}, limits={'wall_s': -1}), 'field "limits"'),
+      (dict(tests={'style': 'asserts', 'text': 'assert 1'}, files={'solution.py': ''}), 'field "files"'),
   )
   def test_message(self, fields, message):
     with self.assertRaisesRegex(ValueError, message):

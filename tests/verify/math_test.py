@@ -35,7 +35,8 @@ class CasesTest(parameterized.TestCase):
       (r'5\text{ cm}', '5 cm', True), (r'5\text{ cm}', r'5\text{ m}', False), ('5xy', '5yx', True),
       ('42', '41=42', False), (r'[2,\infty)', r'x \ge 2', True), (r'\{1,2\}', '(1,2)', False),
       ('3+4i', r'\sqrt{-16}+3', True), ('i^2', '-1', True),
-      (r'\text{(B)}', 'C', False), (r'\binom{5}{2}', '10', True), ('5!', '121', False),
+      (r'\text{(B)}', 'C', False), ('(0,1)', '1 < i', False), ('(0,1)', '[0, i]', False),
+      (r'\binom{5}{2}', '10', True), ('5!', '121', False),
   )
   def test_boxed(self, gold, answer, right):
     verdict = verify(gold, f'Therefore $\\boxed{{{answer}}}$.')

@@ -56,6 +56,23 @@ class StreamTest(parameterized.TestCase):
       self.run_on(line(id='good') + '\n' + bad + '\n' + line(id='after'))
     self.assertEqual([a['id'] for a in self.answers], ['good'])
 
+  @parameterized.parameters((b'{"id": "\xff"}', 'is not JSON in UTF-8'), (b'{"id": NaN}', 'NaN is no JSON number'))
+  def test_bytes_that_are_no_text(self, bad, message):
+    path = pathlib.Path(self.create_tempdir().full_path, 'in.jsonl')
+    path.write_bytes(line().encode() + b'\n' + bad + b'\n')
+    with self.assertRaisesRegex(ValueError, f'in.jsonl:2: {message}|in.jsonl:2: .*{message}'):
+      stream.run(str(path), f'{path}.out')
+
+  def test_neither_the_input_nor_an_old_output_is_lost(self):
+    folder = pathlib.Path(self.create_tempdir().full_path)
+    (folder / 'in.jsonl').write_text(line())
+    (folder / 'old.jsonl').write_text('kept')
+    with self.assertRaisesRegex(ValueError, 'is the input too'):
+      stream.run(str(folder / 'in.jsonl'), str(folder / 'in.jsonl'))
+    with self.assertRaisesRegex(ValueError, 'no such file'):
+      stream.run(str(folder / 'mistyped.jsonl'), str(folder / 'old.jsonl'))
+    self.assertEqual(((folder / 'in.jsonl').read_text(), (folder / 'old.jsonl').read_text()), (line(), 'kept'))
+
   def test_no_such_file(self):
     with self.assertRaisesRegex(ValueError, 'no such file'):
       stream.run('/no/such/file.jsonl', '-')

@@ -52,6 +52,7 @@ class Limits:
         raise ValueError(f'sandbox limit {field.name} = {value!r} must be a number > 0')
       if field.type is int and value != int(value):
         raise ValueError(f'sandbox limit {field.name} = {value!r} must be a whole number')
+      object.__setattr__(self, field.name, field.type(value))  # 16.0 is 16
 
 
 def survey() -> dict[str, str]:

@@ -13,7 +13,7 @@ import tempfile
 
 from ptjax.verify.sandbox import worker as workers
 
-# Strongest first. What each one does not stop is printed by --job=sandbox_check.
+# Strongest first, with what each one does not stop.
 TIERS = {
     'userns': 'kernel bugs reachable through the calls left; cache and timing channels; kernel memory behind sockets '
               'and pipes is not counted',

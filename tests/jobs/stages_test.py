@@ -1,0 +1,99 @@
+"""Which stages made the model that a small job uses, and what the user's own tasks weigh."""
+
+from absl.testing import absltest, parameterized
+
+from configs import base
+from ptjax import pipeline
+from ptjax.runtime import lineage
+
+SOURCE = base.get_config().model.source
+
+
+class FinishedStagesTest(parameterized.TestCase):
+
+  def setUp(self):
+    super().setUp()
+    self.workdir = self.create_tempdir().full_path
+    self.config = base.get_config()
+    self.hours = 0
+
+  def add(self, stage, parent, parent_hash=None, passed=True, finished=True):
+    self.hours += 1
+    parents = {parent: ('' if parent == SOURCE else f'hash of {parent}') if parent_hash is None else parent_hash}
+    lineage.write(self.workdir, lineage.Manifest(
+        stage=stage, parents=parents, config={'model.source': SOURCE}, config_hash=f'hash of {stage}', seed=0,
+        gate=None if stage == 'base' else dict(passed=passed), started=f'2026-01-01T{self.hours:02}:00:00+00:00',
+        finished=lineage.now() if finished else None))
+
+  def stages(self, stage='last'):
+    self.config.model.stage = stage
+    return pipeline.finished_stages(self.config, self.workdir)
+
+  def test_a_chain(self):
+    for stage, parent in (('base', SOURCE), ('sft', 'base'), ('dpo', 'sft'), ('rl', 'dpo')):
+      self.add(stage, parent)
+    self.assertEqual(self.stages(), ['base', 'sft', 'dpo', 'rl'])
+    self.assertEqual(self.stages('sft'), ['base', 'sft'])
+    self.assertEqual(self.stages('base'), [])
+
+  def test_siblings_are_not_stacked(self):
+    for stage in ('sft', 'rl'):
+      self.add('base', SOURCE)
+      self.add(stage, 'base')
+    self.assertEqual(self.stages(), ['base', 'rl'])
+    self.assertEqual(self.stages('sft'), ['base', 'sft'])
+
+  def test_a_stage_of_a_parent_that_was_replaced_is_left_out(self):
+    self.add('base', SOURCE)
+    self.add('sft', 'base')
+    self.add('dpo', 'sft', parent_hash='hash of an older sft')
+    self.add('rl', 'dpo')
+    self.assertEqual(self.stages(), ['base', 'sft'])
+    with self.assertRaisesRegex(ValueError, "'rl': has not finished in workdir .*which has .'base', 'sft'.*fix:"):
+      self.stages('rl')
+
+  def test_a_blocked_stage_is_used_only_by_name_and_a_sibling_goes_on(self):
+    self.add('base', SOURCE)
+    self.add('sft', 'base', passed=False)
+    self.add('rl', 'base')
+    self.assertEqual(self.stages(), ['base', 'rl'])
+    self.assertEqual(self.stages('sft'), ['base', 'sft'])
+
+  def test_unfinished_and_missing(self):
+    with self.assertRaisesRegex(ValueError, "'last': has not finished.*--config.model.stage=base"):
+      self.stages()
+    self.add('base', SOURCE)
+    self.add('sft', 'base', finished=False)
+    self.assertEqual(self.stages(), ['base'])
+
+
+class IdentityTest(absltest.TestCase):
+
+  def test_what_is_in_a_data_file_is_part_of_the_stage(self):
+    config = base.get_config()
+    path = self.create_tempfile(content='one').full_path
+    config.sft.data = path
+    before = lineage.digest(pipeline.relevant(config, ['base', 'sft']))
+    with open(path, 'w', encoding='utf-8') as f:
+      f.write('two')
+    self.assertNotEqual(before, lineage.digest(pipeline.relevant(config, ['base', 'sft'])))
+    self.assertEqual(lineage.digest(pipeline.relevant(config, ['base'])),
+                     lineage.digest(pipeline.relevant(base.get_config(), ['base'])))
+
+
+class DomainWeightsTest(absltest.TestCase):
+
+  def test_weights_go_by_name(self):
+    config = base.get_config()
+    config.tasks.domains, config.tasks.weights = ('math', 'code'), (3.0, 1.0)
+    self.assertEqual(pipeline.domain_weights(config, {'code': {}, 'math': {}}), {'math': 3.0, 'code': 1.0})
+    with self.assertRaisesRegex(ValueError, 'weights are for the domains .*fix:'):
+      pipeline.domain_weights(config, {'code': {}, 'logic': {}})
+
+  def test_more_domains_than_the_least_share_allows(self):
+    with self.assertRaisesRegex(ValueError, r'min_share = 0\.05: 21 domains'):
+      pipeline.domain_weights(base.get_config(), {str(i): {} for i in range(21)})
+
+
+if __name__ == '__main__':
+  absltest.main()
