@@ -7,17 +7,28 @@ count=${1:?usage: launch/local.sh N --config=FILE --workdir=DIR [...]}
 shift
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=$("$root/launch/venv.sh")
-logs=$(mktemp -d)
-for arg in "$@"; do
-  case $arg in --workdir=*) logs=${arg#--workdir=}; mkdir -p "$logs" ;; esac
+logs=
+flags=()
+while (($#)); do
+  case $1 in
+    --workdir | --config) set -- "$1=${2:?$1 needs a value}" "${@:3}" ;;
+  esac
+  case $1 in
+    --workdir=*) logs=${1#--workdir=}; mkdir -p "$logs" ;;
+    --config=*)  # one named from the repository works in any directory
+      if [ ! -e "${1#--config=}" ] && [ -e "$root/${1#--config=}" ]; then set -- "--config=$root/${1#--config=}" "${@:2}"; fi ;;
+  esac
+  flags+=("$1")
+  shift
 done
+logs=${logs:-$(mktemp -d)}
 port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 
 pids=()
 for ((i = 0; i < count; i++)); do
   if ((i > 0)); then exec > "$logs/process_$i.log" 2>&1; fi
-  "$python" -m ptjax.main "$@" --coordinator="127.0.0.1:$port" --num_processes="$count" --process_id="$i" &
+  "$python" -m ptjax.main "${flags[@]}" --coordinator="127.0.0.1:$port" --num_processes="$count" --process_id="$i" &
   pids+=($!)
 done
 

@@ -272,7 +272,8 @@ def _judge(config, workdir, manifest, parent) -> None:
   paths = [os.path.join(workdir, name, EVAL_FILE) for name in (parent, manifest.stage) if name]
   if parent and all(map(os.path.exists, paths)):
     gate = gates.compare(*map(suites.load, paths), confidence=config.gate.confidence, max_drop=config.gate.max_drop)
-    manifest.gate = json.loads(json.dumps(gate.to_json()))  # as it is read back
+    record = dict(gate.to_json(), enabled=bool(config.gate.enabled))
+    manifest.gate = json.loads(json.dumps(record))  # as it is read back
   if devices.is_main() and lineage.read(workdir, manifest.stage) != manifest:
     lineage.write(workdir, manifest)
   devices.barrier('stage judged')

@@ -68,7 +68,7 @@ def write(workdir: str | os.PathLike) -> pathlib.Path:
   source = importlib.resources.files('ptjax.evals').joinpath('report.html.j2').read_text(encoding='utf-8')
   environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
                                    lstrip_blocks=True)
-  environment.filters.update(percent=_percent, points=_points, tone=_tone, clean=_clean)
+  environment.filters.update(percent=_percent, points=_points, tone=_tone, clean=_clean, verdict=_verdict)
   html = environment.from_string(source).render(
       title=pathlib.Path(workdir).resolve().name, headline=headline(run), chart=_accuracy_chart(run),
       table=accuracy_table(run), changes=stage_changes(run), curves=_curves(run), rollouts=run.rollouts,
@@ -135,7 +135,7 @@ def headline(run: Run) -> dict[str, Any] | None:
   if not run.evals:
     return None
   stages = list(run.evals)
-  blocked = {m.stage for m in run.manifests if m.gate is not None and not m.gate.get('passed')}
+  blocked = {m.stage for m in run.manifests if m.gate is not None and _verdict(m.gate) == 'blocked'}
   first = stages[0]
   final = [stage for stage in stages if stage not in blocked or stage == first][-1]
   base, best = run.evals[first], run.evals[final]
@@ -308,6 +308,11 @@ def _percent(frac: float | None, digits: int = 0) -> str:
 
 def _points(frac: float) -> str:
   return f'{100 * frac:+.1f}'.replace('-', '−')
+
+
+def _verdict(gate: Mapping[str, Any]) -> str:
+  """What a gate came to; with config.gate.enabled=False a stage that falls behind is promoted all the same."""
+  return 'passed' if gate.get('passed') else 'blocked' if gate.get('enabled', True) else 'failed, gate off'
 
 
 def _tone(diff: gates.Difference) -> str:

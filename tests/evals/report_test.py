@@ -34,10 +34,10 @@ def make_suite(rate, form, rng, tasks=40):
                           confidence=0.95)
 
 
-def write_stage(workdir, stage, parent, suite, parent_suite):
+def write_stage(workdir, stage, parent, suite, parent_suite, *, enabled=True):
   gate = None
   if parent_suite is not None:
-    gate = gates.compare(parent_suite, suite, confidence=0.95, max_drop=0.02).to_json()
+    gate = gates.compare(parent_suite, suite, confidence=0.95, max_drop=0.02).to_json() | {'enabled': enabled}
   config = {'model': {'source': 'random:tiny'}, 'stage': {'lr': 1e-4 if stage == 'rl' else 1e-3, 'note': HOSTILE}}
   manifest = lineage.begin(stage, parents={parent: 'a' * 64} if parent else {'pypi:model==1': 'b' * 64},
                            config=config, seed=1, overrides=['stage.note=' + HOSTILE])
@@ -191,6 +191,11 @@ class PartialRunTest(absltest.TestCase):
     self.assertIn('base → sft', page.text)
     self.assertIn('The gate blocked rl', page.text)
     self.assertIn('rl fell behind its parent sft', page.text)
+    write_stage(self.workdir, 'rl', 'sft', bad, good, enabled=False)
+    page = self.outline()
+    self.assertIn('base → rl', page.text)
+    self.assertIn('failed, gate off', page.text)
+    self.assertNotIn('blocked', page.text)
 
   def test_broken_pieces_are_named_and_do_not_stop_the_rest(self):
     rng = random.Random(0)
