@@ -16,6 +16,7 @@ from absl import logging
 import jax
 
 from ptjax import types
+from ptjax.data import chat
 from ptjax.evals import gates, report, suites
 from ptjax.learn import supervised
 from ptjax.models import adapters
@@ -77,6 +78,7 @@ def run(config, workdir: str, stages: Sequence[str], *, interrupt: devices.Inter
     GateBlocked: a stage fell behind its parent; nothing after it ran.
   """
   parts, source = build(config)
+  check_prompts(config, parts, stages)
   done = []
   with parts.verifiers:
     for name in ('base', *stages):
@@ -156,6 +158,24 @@ def domain_weights(config, train) -> dict[str, float]:
     raise ValueError(f'curriculum.min_share = {min_share}: {len(train)} domains cannot all have it; '
                      f'fix: --config.curriculum.min_share={1 / len(train):.4f} or less')
   return weights
+
+
+def check_prompts(config, parts: Parts, stages: Sequence[str]) -> None:
+  """Raises ValueError, before any work, for a task whose prompt leaves too little room for what it will be asked."""
+  rl, context = config.rl, ('sampler.max_context', config.sampler.max_context)
+  asked = [(parts.heldout_tasks, 'eval', config.eval.max_tokens, [context])]
+  train = [task for levels in parts.train_tasks.values() for tasks in levels.values() for task in tasks]
+  if 'dpo' in stages and not config.dpo.data:
+    asked.append((train, 'rl', rl.max_tokens, [context]))
+  if 'rl' in stages:
+    asked.append((train, 'rl', rl.max_tokens, [context, ('rl.seq_len', rl.seq_len)]))
+  for tasks, section, max_tokens, limits in asked:
+    for task in tasks:
+      need = len(chat.encode_prompt(parts.tokenizer, task.messages)) + max_tokens
+      for flag, limit in limits:
+        if need > limit:
+          raise ValueError(f'task {task.id}: its prompt and {section}.max_tokens = {max_tokens} take {need} tokens, over '
+                           f'{flag} = {limit}; fix: a shorter prompt, or --config.{flag}={need}')
 
 
 def restore(workdir: str, mesh, model_config, plain, stages: Sequence[str]):

@@ -1,9 +1,13 @@
 """Which stages made the model that a small job uses, and what the user's own tasks weigh."""
 
+from types import SimpleNamespace
+
 from absl.testing import absltest, parameterized
 
 from configs import base
-from ptjax import pipeline
+from ptjax import pipeline, types
+from ptjax.data import chat
+from ptjax.data.tokenizer import byte_level
 from ptjax.runtime import lineage
 
 SOURCE = base.get_config().model.source
@@ -79,6 +83,26 @@ class IdentityTest(absltest.TestCase):
     self.assertNotEqual(before, lineage.digest(pipeline.relevant(config, ['base', 'sft'])))
     self.assertEqual(lineage.digest(pipeline.relevant(config, ['base'])),
                      lineage.digest(pipeline.relevant(base.get_config(), ['base'])))
+
+
+class PromptsTest(absltest.TestCase):
+
+  def test_a_prompt_without_room_is_named_before_any_work(self):
+    config, tokenizer = base.get_config(), byte_level()
+    long = types.Task(id='d/long', domain='d', messages=({'role': 'user', 'content': 'word ' * 40},),
+                      verifier='exact', reference='1')
+    need = len(chat.encode_prompt(tokenizer, long.messages))
+    parts = SimpleNamespace(tokenizer=tokenizer, heldout_tasks=[long], train_tasks={'d': {0: [long]}})
+    config.sampler.max_context = need + config.eval.max_tokens
+    config.rl.seq_len = need + config.rl.max_tokens
+    pipeline.check_prompts(config, parts, ('sft', 'dpo', 'rl'))
+    config.rl.seq_len -= 1
+    pipeline.check_prompts(config, parts, ('sft', 'dpo'))
+    with self.assertRaisesRegex(ValueError, f'd/long.*rl.max_tokens.*--config.rl.seq_len={config.rl.seq_len + 1}'):
+      pipeline.check_prompts(config, parts, ('rl',))
+    config.sampler.max_context -= 1
+    with self.assertRaisesRegex(ValueError, 'd/long.*eval.max_tokens.*--config.sampler.max_context='):
+      pipeline.check_prompts(config, parts, ())
 
 
 class DomainWeightsTest(absltest.TestCase):
