@@ -26,7 +26,8 @@ _TRIES_PER_TASK = 60
 class Domain:
   """A generator at a few levels, with a short wording of its own.
 
-  `ask` is filled from the entry's metadata; `keep` drops entries that do not suit it.
+  `ask` is filled from the entry's metadata, where a list stands as its items with `between` them; `keep` drops entries
+  that do not suit it.
   """
 
   source: str | Callable[..., dict]  # a reasoning-gym family, or a function (rng, **level) -> entry
@@ -34,6 +35,7 @@ class Domain:
   ask: str
   kind: str  # of answer: a row of answers.KINDS
   keep: Callable[[dict], bool] = lambda metadata: True
+  between: str = ', '
 
 
 def _product(rng: random.Random, *, low: int, high: int, other: tuple[int, ...]) -> dict:
@@ -52,17 +54,29 @@ def _sum(rng: random.Random, *, low: int, high: int, other: int) -> dict:
   return {'answer': str(answer), 'metadata': {'expression': f'{terms[0]} {sign} {terms[1]}'}}
 
 
+def _sorting(rng: random.Random, *, count: int, high: int) -> dict:
+  """An entry like reasoning-gym's number_sorting, with whole numbers, which that family writes as decimals."""
+  numbers = rng.sample(range(high + 1), count)
+  return {'answer': ', '.join(map(str, sorted(numbers))), 'metadata': {'numbers': numbers}}
+
+
+def _ascending(metadata: dict) -> bool:
+  return metadata['direction'] == 'ascending' and _plain_words(metadata['original_words'])
+
+
+def _plain_words(words: Iterable[str]) -> bool:
+  return all(word.isascii() and word.isalpha() and word.islower() for word in words)
+
+
 def _plain_word(metadata: dict) -> bool:
-  return metadata['word'].isascii() and metadata['word'].isalpha() and metadata['word'].islower()
+  return _plain_words([metadata['word']])
 
 
 def _plain_span(metadata: dict) -> bool:
   """Lower-case words; most letters occur once, so two of three such entries go."""
-  span = metadata['span']
-  text = ' '.join(span)
+  text = ' '.join(metadata['span'])
   once = text.count(metadata['target_letter']) == 1
-  return (all(word.isascii() and word.isalpha() and word.islower() for word in span)
-          and not (once and random.Random(text).random() < 2 / 3))
+  return _plain_words(metadata['span']) and not (once and random.Random(text).random() < 2 / 3)
 
 
 DOMAINS = {
@@ -78,15 +92,26 @@ DOMAINS = {
         'What is {expression}?', 'number'),
     'letter_counting': Domain(
         'letter_counting', ({'min_words': 2, 'max_words': 4}, {'min_words': 5, 'max_words': 9}),
-        'How many times does the letter "{target_letter}" appear in "{text}"?', 'number', _plain_span),
+        'How many times does the letter "{target_letter}" appear in "{span}"?', 'number', _plain_span, ' '),
     'gcd': Domain(
         'gcd',
         ({'min_numbers': 2, 'max_numbers': 2, 'min_value': 2, 'max_value': 30},
          {'min_numbers': 2, 'max_numbers': 2, 'min_value': 20, 'max_value': 200}),
-        'What is the GCD of {numbers}?', 'number'),
+        'What is the GCD of {numbers}?', 'number', between=' and '),
     'count_bits': Domain(
         'count_bits', ({'min_n': 1, 'max_n': 511}, {'min_n': 512, 'max_n': 65535}),
         'How many 1 bits are in {number}?', 'number'),
+    'number_sorting': Domain(
+        _sorting, ({'count': 3, 'high': 99}, {'count': 5, 'high': 999}),
+        'Sort from smallest to largest: {numbers}', 'list'),
+    'word_sorting': Domain(
+        'word_sorting',
+        ({'min_words': 3, 'max_words': 3, 'min_word_length': 3, 'max_word_length': 6},
+         {'min_words': 4, 'max_words': 6, 'min_word_length': 3, 'max_word_length': 8}),
+        'Put in alphabetical order: {original_words}', 'list', _ascending),
+    'word_reversal': Domain(
+        'word_sequence_reversal', ({'min_words': 3, 'max_words': 4}, {'min_words': 5, 'max_words': 7}),
+        'Reverse the order of these words: {words}', 'list', lambda metadata: _plain_words(metadata['words'])),
     'spell_backward': Domain(
         'spell_backward', ({'min_word_len': 3, 'max_word_len': 4}, {'min_word_len': 5, 'max_word_len': 7}),
         'Spell "{word}" backward.', 'word', _plain_word),
@@ -169,11 +194,8 @@ def _domain_tasks(name: str, level: int, seed: int, tries: int) -> Iterator[type
     metadata = entry['metadata']
     if not domain.keep(metadata):
       continue
-    shown = dict(metadata)
-    if name == 'letter_counting':
-      shown['text'] = ' '.join(metadata['span'])
-    if name == 'gcd':
-      shown['numbers'] = ' and '.join(str(n) for n in metadata['numbers'])
+    shown = {key: domain.between.join(map(str, value)) if isinstance(value, list) else value
+             for key, value in metadata.items()}
     reference = {'answer': entry['answer'], 'kind': domain.kind}
     yield _task(name, ANSWER_SYSTEM, domain.ask.format(**shown), level, verifier='procedural',
                 reference=reference, demonstration=f'Answer: {entry["answer"]}')

@@ -6,19 +6,23 @@ places and the form is reported beside it. This module judges nothing: it never 
 
 import re
 
-KINDS = ('number', 'word', 'text')
+KINDS = ('number', 'word', 'list', 'text')
 
 _STATED = re.compile(r'\banswer\s*(?:(?:\*\*)?:|\bis\b:?)\s*(?:\*\*)?\s*', re.IGNORECASE)
 # A sign belongs to the number unless it joins it to the operand before it.
 _NUMBER = re.compile(r'(?:(?<![\w.)])-\s?|(?<=[-+*/]\s)-)?(?:\d{1,3}(?:,\d{3})+(?![\d,]*\d)|\d+)(?:\.\d+)?'
                      r'(?:/\d+(?![\d.]))?')
 _WORD = re.compile(r"\w+(?:['’-]\w+)*")
+_ITEM = r"-?\w+(?:['’.-]\w+)*"
+_COMMA = r'\s*,\s*(?:and\s+)?'
+_LIST = re.compile(rf'{_ITEM}(?:{_COMMA}{_ITEM})+(?:\s+and\s+{_ITEM})?')
 _RESULT = re.compile(r'=|\bis\b|\bequals\b|\bare\b')
 _HEDGE = re.compile(r'\b(?:or|either|not)\b', re.IGNORECASE)
 _SPELLED = dict(zip(
     'zero one two three four five six seven eight nine ten once twice thrice'.split(),
     (*range(11), 1, 2, 3)))
 _MINUS = str.maketrans('−–', '--')
+_UNQUOTED = str.maketrans('−–', '--', '"“”*`[]')
 
 
 def last_box(text: str) -> str | None:
@@ -41,11 +45,12 @@ def extract(text: str, kind: str) -> tuple[str | None, bool]:
   r"""The last stated answer and whether it was stated in the asked form.
 
   The order is: the last `Answer: x` (`answer is x` counts as a statement, though not as the asked form), else the
-  last \boxed{x}, else by kind the last number, the last word, or the whole text.
+  last \boxed{x}, else by kind the last number, the last word, the last list with commas, or the whole text. A list comes back
+  with ', ' between its items.
 
   Args:
     text: the completion.
-    kind: 'number', 'word' or 'text'; what sort of value the task asks for.
+    kind: 'number', 'word', 'list' or 'text'; what sort of value the task asks for.
 
   Returns:
     (answer, format_ok): answer is None when the text holds no value of this kind.
@@ -62,7 +67,8 @@ def extract(text: str, kind: str) -> tuple[str | None, bool]:
     line = (text[match.end():].splitlines() or [''])[0]
     if line.strip():
       answer = _in_statement(line, kind)
-      plain = line.strip(' .*`"\'$').replace(',', '') == answer
+      plain = line.strip(' .*`"\'$')
+      plain = (plain if kind == 'list' else plain.replace(',', '')) == answer
       return answer, plain and _asked_form(match)
   box = last_box(text)
   if box is not None:
@@ -77,18 +83,24 @@ def _asked_form(match: re.Match) -> bool:
 
 def _in_statement(line: str, kind: str) -> str | None:
   """The value a statement gives: its first one, or what its equation or sentence ends in; a choice gives none."""
-  values = _WORD.findall(line) if kind == 'word' else _numbers(line)
+  values = _values(line, kind)
   if not values or len(values) > 1 and _HEDGE.search(line):
     return None
   return values[-1] if _RESULT.search(line) else values[0]
 
 
 def _last(text: str, kind: str) -> str | None:
+  values = _values(text, kind)
+  return values[-1] if values else None
+
+
+def _values(text: str, kind: str) -> list[str]:
+  """All values of this kind in the text, in order."""
   if kind == 'word':
-    words = _WORD.findall(text)
-    return words[-1] if words else None
-  numbers = _numbers(text)
-  return numbers[-1] if numbers else None
+    return _WORD.findall(text)
+  if kind == 'list':
+    return [', '.join(re.split(rf'{_COMMA}|\s+and\s+', found)) for found in _LIST.findall(text.translate(_UNQUOTED))]
+  return _numbers(text)
 
 
 def _numbers(text: str) -> list[str]:

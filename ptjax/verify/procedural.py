@@ -86,7 +86,7 @@ def verify_exact(task: types.Task, text: str) -> types.Verdict:
 def verify(task: types.Task, text: str) -> types.Verdict:
   """Passes when the last stated answer is exactly right.
 
-  `task.reference` is a string, or a dict with `answer` and optionally `kind` ('number', 'word', 'text'). A task of a
+  `task.reference` is a string, or a dict with `answer` and optionally `kind` (a row of answers.KINDS). A task of a
   reasoning-gym family adds `family` and what makes its entry again: `seed`, `size`, `index` and `level` or `config`;
   or else the entry's own `metadata`.
 
@@ -128,7 +128,7 @@ def same(answer: str, oracle: str, kind: str) -> bool:
   if kind == 'number':
     value = number(answer)
     return value is not None and value == number(oracle)
-  if kind == 'word':
+  if kind in ('word', 'list'):
     return answer.casefold() == oracle.casefold()
   return _lines(answer) == _lines(oracle)
 
