@@ -16,6 +16,8 @@ _WORD = re.compile(r"\w+(?:['’-]\w+)*")
 _ITEM = r"-?\w+(?:['’.-]\w+)*"
 _COMMA = r'\s*,\s*(?:and\s+)?'
 _LIST = re.compile(rf'{_ITEM}(?:{_COMMA}{_ITEM})+(?:\s+and\s+{_ITEM})?')
+_BULLET = re.compile(r'^[ \t]*(?:\d+[.)]|[-*•])[ \t]+', re.MULTILINE)
+_BULLETS = re.compile(rf'(?:{_BULLET.pattern}.*\n)+{_BULLET.pattern}.*', re.MULTILINE)
 _RESULT = re.compile(r'=|\bis\b|\bequals\b|\bare\b')
 _HEDGE = re.compile(r'\b(?:or|either|not)\b', re.IGNORECASE)
 _SPELLED = dict(zip(
@@ -64,7 +66,7 @@ def extract(text: str, kind: str) -> tuple[str | None, bool]:
   if stated and kind == 'text':
     return text[stated[-1].end():].strip() or None, _asked_form(stated[-1])
   for match in reversed(stated):
-    line = (text[match.end():].splitlines() or [''])[0]
+    line = text[match.end():].split('\n\n' if kind == 'list' else '\n')[0]
     if line.strip():
       answer = _in_statement(line, kind)
       plain = line.strip(' .*`"\'$')
@@ -99,7 +101,8 @@ def _values(text: str, kind: str) -> list[str]:
   if kind == 'word':
     return _WORD.findall(text)
   if kind == 'list':
-    return [', '.join(re.split(rf'{_COMMA}|\s+and\s+', found)) for found in _LIST.findall(text.translate(_UNQUOTED))]
+    text = _BULLETS.sub(lambda m: ', '.join(_BULLET.sub('', m.group()).splitlines()), text).translate(_UNQUOTED)
+    return [', '.join(re.split(rf'{_COMMA}|\s+and\s+', found)) for found in _LIST.findall(text)]
   return _numbers(text)
 
 

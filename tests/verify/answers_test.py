@@ -49,6 +49,24 @@ class ExtractTest(parameterized.TestCase):
     self.assertEqual(answers.extract(text, 'word'), (answer, format_ok))
 
   @parameterized.parameters(
+      ('Answer: 3, 12, 45', '3, 12, 45', True),
+      ('**Answer:** -1, 2.5, 3.', '-1, 2.5, 3', True),
+      ('Answer:\ncat, dog', 'cat, dog', True),
+      ('Answer: 3, 12 and 45', '3, 12, 45', False),
+      ('Answer: the order is 1, 2, 3.', '1, 2, 3', False),
+      ('Answer: 1, 2 or 2, 1', None, False),
+      ('Answer: 7', None, False),
+      ('45, 3, 12 becomes 3, 12, and 45', '3, 12, 45', False),
+      ('["3", "12"]', '3, 12', False),
+      ('The answer is:\n\n- -3\n- 12\n', '-3, 12', False),
+      ('Here it is:\n1. made\n2. set\n3. run', 'made, set, run', False),
+      ('* one\n* two', 'one, two', False),
+      ('cat dog', None, False),
+  )
+  def test_list(self, text, answer, format_ok):
+    self.assertEqual(answers.extract(text, 'list'), (answer, format_ok))
+
+  @parameterized.parameters(
       ('Answer: 1 0\n0 1\n', '1 0\n0 1', True),
       ('Answer: _ Q\nQ _', '_ Q\nQ _', True),
       (' up right ', 'up right', False),
