@@ -23,7 +23,7 @@ def get_config() -> config_dict.ConfigDict:
   c.mesh = _dict(data=1, fsdp=-1, context=1, tensor=1, expert=1)  # devices per axis; one -1 takes what is left
 
   c.tasks = _dict(
-      domains=('products', 'chain_sum', 'letter_counting', 'gcd', 'count_bits', 'functions'),
+      domains=('products', 'chain_sum', 'number_sorting', 'word_sorting', 'word_reversal', 'functions'),
       weights=(),  # relative share of each domain, in their order; empty: equal
       levels=(0,),  # difficulties to train on, 0 is easiest; held-out tasks are of the easiest of them
       train_per_domain=400,  # training tasks made per domain and level
@@ -35,7 +35,7 @@ def get_config() -> config_dict.ConfigDict:
       rerun_changed=False,  # sets a finished stage of another config aside and runs it again
   )
 
-  c.sft = _stage(steps=10, lr=1e-3, seq_len=320, loss_tokens=128)
+  c.sft = _stage(steps=5, lr=1e-3, seq_len=320, loss_tokens=128)
   c.sft.examples = 16  # demonstrations per step
   c.sft.data = ''  # JSONL of conversations or prompt/completion; empty: the tasks' own demonstrations
   c.dpo = _stage(steps=10, lr=1e-4, seq_len=448, loss_tokens=192)
@@ -50,7 +50,7 @@ def get_config() -> config_dict.ConfigDict:
   c.dpo.samples_per_task = 4
   c.dpo.temperature = 1.2  # of those samples
   c.dpo.pairs_per_task = 2  # at most
-  c.rl = _stage(steps=50, lr=4e-4, seq_len=320, loss_tokens=224)
+  c.rl = _stage(steps=60, lr=6e-4, seq_len=320, loss_tokens=224)
   c.rl.schedule = 'linear'
   c.rl.tasks_per_step = 12  # U
   c.rl.rollouts_per_task = 8  # R
@@ -61,7 +61,7 @@ def get_config() -> config_dict.ConfigDict:
   c.rl.policy_loss = 'ppo_clip'  # a row of learn.policy_losses.POLICY_LOSSES
   c.rl.clip_low = 0.2  # ratio may fall to 1 - clip_low
   c.rl.clip_high = 0.28  # and rise to 1 + clip_high
-  c.rl.aggregation = 'token_mean'  # a row of learn.policy_losses.AGGREGATIONS
+  c.rl.aggregation = 'seq_mean_token_mean'  # a row of learn.policy_losses.AGGREGATIONS
   c.rl.kl = 'k3_ratio'  # a row of learn.policy_losses.KL_ESTIMATORS
   c.rl.kl_coef = 0.01
   c.rl.correction = 'none'  # of the sampler's log-probs (bfloat16, say): a row of learn.off_policy.CORRECTIONS
