@@ -54,6 +54,7 @@ def evaluate(config, *, workdir, output, **unused) -> None:
   """Evaluates the model on the held-out tasks, prints the table; --output takes the whole result as JSON."""
   _check_output(output)
   parts, plain = _model(config, workdir, tasks=True)
+  pipelines.check_prompts(config, parts, ())
   with parts.verifiers:
     result = pipelines.evaluate(config, parts, plain)
   pipelines.show_table({'model': result})
@@ -71,6 +72,10 @@ def generate(config, *, workdir, input, output, **unused) -> None:
   requests = []
   for i, record in enumerate(records):
     ids = _prompt_ids(parts.tokenizer, record)
+    if len(ids) + g.max_tokens > config.sampler.max_context:
+      raise ValueError(f"record {record['id']!r}: {len(ids)} tokens of prompt and generate.max_tokens = {g.max_tokens} "
+                       f'are over sampler.max_context = {config.sampler.max_context}; fix: '
+                       f'--config.sampler.max_context={len(ids) + g.max_tokens}')
     requests.append(Request(
         id=str(record['id']), prompt_ids=ids, max_tokens=g.max_tokens, temperature=g.temperature, top_k=g.top_k,
         top_p=g.top_p, min_p=g.min_p, samples=g.samples, seed=config.seed + i, stop_ids=parts.tokenizer.eos_ids))
@@ -106,6 +111,11 @@ def export(config, *, workdir, output, **unused) -> None:
   """
   if output == '-':
     raise ValueError('--job=export needs --output=DIRECTORY')
+  if os.path.exists(output) and os.path.exists(config.model.source) and os.path.samefile(output, config.model.source):
+    raise ValueError(f'--output={output} is the model source itself, which would be overwritten; fix: another --output')
+  if config.export.merge_lora and os.path.exists(os.path.join(output, 'adapter')):
+    raise ValueError(f'{output}/adapter is of an earlier export and would be applied twice to a merged model; fix: '
+                     'another --output, or move it away')
   mesh = devices.make_mesh(**config.mesh)
   model = pipelines.load_model(config, mesh)
   stages = pipelines.finished_stages(config, workdir)

@@ -5,6 +5,7 @@ its parent by more than noise is blocked: its checkpoint stays, no later stage s
 """
 
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -27,6 +28,7 @@ from ptjax.sample.engine import Engine, SamplerLimits
 from ptjax.tasks import jsonl, procedural
 from ptjax.verify.base import VerifierPool
 from ptjax.weights import load as model_weights
+from ptjax.weights import source as model_source
 
 EVAL_FILE = 'eval.json'
 
@@ -43,6 +45,8 @@ _FIELDS = {
 }
 # And the user's own files, by what is in them.
 _FILES = {'base': ('tasks.path', 'tasks.heldout_path'), 'sft': ('sft.data',), 'dpo': ('dpo.data',), 'rl': ()}
+
+_SOURCE = 'model.source contents'  # and the model's, by its fingerprint
 
 
 class GateBlocked(RuntimeError):
@@ -76,7 +80,13 @@ def run(config, workdir: str, stages: Sequence[str], *, interrupt: devices.Inter
   Raises:
     Stopped: a signal came; what is done is saved.
     GateBlocked: a stage fell behind its parent; nothing after it ran.
+    ValueError: another run is writing to the workdir.
   """
+  with lineage.locked(workdir) if devices.is_main() else contextlib.nullcontext():
+    _run(config, workdir, stages, interrupt, overrides)
+
+
+def _run(config, workdir, stages, interrupt, overrides) -> None:
   parts, source = build(config)
   check_prompts(config, parts, stages)
   done = []
@@ -212,6 +222,9 @@ def finished_stages(config, workdir: str) -> list[str]:
     if manifest.config['model.source'] != config.model.source:
       raise ValueError(f"{workdir} was trained from {manifest.config['model.source']!r}, not {config.model.source!r}; "
                        f"fix: --config.model.source={manifest.config['model.source']}")
+    if manifest.config[_SOURCE] != model_source.fingerprint(config.model.source, config.model.cache_dir):
+      raise ValueError(f'{workdir} was trained from other contents of {config.model.source!r} than it has now; fix: '
+                       'put them back, or train again in another --workdir')
     passed = manifest.gate is None or manifest.gate['passed'] or not config.gate.enabled
     [(parent, parent_hash)] = manifest.parents.items()
     if manifest.finished and hashes.get(parent) == parent_hash and (passed or manifest.stage == wanted):
@@ -248,6 +261,7 @@ def relevant(config, stages: Sequence[str]) -> dict:
   values = {name: value_of(name) for stage in stages for name in _FIELDS[stage]}
   files = {f'{name} sha256': lineage.file_digest(value_of(name))
            for stage in stages for name in _FILES[stage] if value_of(name)}
+  files[_SOURCE] = model_source.fingerprint(config.model.source, config.model.cache_dir)
   return {name: value.to_dict() if hasattr(value, 'to_dict') else value for name, value in values.items()} | files
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from ptjax.data.tokenizer import Tokenizer
 
 ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
+TODAY = datetime.date(2024, 7, 26)  # to templates that print it: a prompt must not change overnight
 
 
 def render(tokenizer: Tokenizer, messages: Sequence[Mapping], *, add_generation_prompt: bool = False,
@@ -117,12 +118,16 @@ def normalize(message: Mapping, index: int = 0) -> dict:
     raise ValueError(f'{where}: "content" must be text or a list of text parts, got {content!r:.80}')
   clean = {name: value for name, value in dict(message, content=content).items() if value is not None}
   if calls:
+    if not isinstance(calls, list):
+      raise ValueError(f'{where}: "tool_calls" must be a list, got {calls!r:.80}')
     clean['tool_calls'] = [_normalize_call(call, where) for call in calls]
   return clean
 
 
 def _normalize_call(call: Mapping, where: str) -> dict:
-  function = call.get('function', call)
+  function = call.get('function', call) if isinstance(call, Mapping) else None
+  if not isinstance(function, Mapping):
+    raise ValueError(f'{where}: a tool call must be an object, as must its "function", got {call!r:.80}')
   arguments = function.get('arguments', {})
   if isinstance(arguments, str):
     try:
@@ -159,7 +164,7 @@ def _compile(text: str) -> jinja2.Template:
       trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationMarker, jinja2.ext.loopcontrols])
   environment.filters['tojson'] = _to_json
   environment.globals['raise_exception'] = _raise_exception
-  environment.globals['strftime_now'] = lambda form: datetime.datetime.now().strftime(form)
+  environment.globals['strftime_now'] = TODAY.strftime
   try:
     return environment.from_string(text)
   except jinja2.TemplateError as error:

@@ -20,8 +20,8 @@ from ptjax.models.families import ModelConfig
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # (q_BTNH, k_BTKH, v_BTKH) -> out_BTNH
 
 
-def out_first_product(x: jax.Array, w: jax.Array, in_rank: int) -> jax.Array:
-  """x [B, T, in...] times w [out..., in...], in f32 if w is: [B, T, out...].
+def out_first_product(x: jax.Array, w: jax.Array, in_rank: int, dtype: jnp.dtype | None = None) -> jax.Array:
+  """x [B, T, in...] times w [out..., in...]: [B, T, out...], in `dtype` or that of the operands.
 
   For a few rows a CPU computes w @ x^T about twice as fast as x @ w^T; the barriers keep XLA from turning one into the
   other.
@@ -30,9 +30,10 @@ def out_first_product(x: jax.Array, w: jax.Array, in_rank: int) -> jax.Array:
   x_MI = x.reshape(math.prod(lead), -1)
   w_OI = w.reshape(-1, x_MI.shape[1])
   if x_MI.shape[0] <= 32:
-    y_OM = jax.lax.optimization_barrier(w_OI @ jax.lax.optimization_barrier(x_MI.T))
+    x_IM = jax.lax.optimization_barrier(x_MI.T)
+    y_OM = jax.lax.optimization_barrier(jnp.matmul(w_OI, x_IM, preferred_element_type=dtype))
     return y_OM.T.reshape(*lead, *out_shape)
-  return jnp.einsum('MI,OI->MO', x_MI, w_OI).reshape(*lead, *out_shape)
+  return jnp.einsum('MI,OI->MO', x_MI, w_OI, preferred_element_type=dtype).reshape(*lead, *out_shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

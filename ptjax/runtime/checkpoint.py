@@ -190,6 +190,9 @@ def _restore(
       raise ValueError(f'the bits of {", ".join(changed[:5])} are not those that were saved')
   except _Mismatch as error:
     raise ValueError(str(error)) from None
+  except (PermissionError, MemoryError, jax.errors.JaxRuntimeError) as error:
+    raise RuntimeError(f'checkpoint step {step} in {directory} could not be read, which says nothing about the files: '
+                       f'{_one_line(error)} Run again once that is mended.') from error
   except Exception as error:  # orbax raises the bare class when a chunk does not decode
     earlier = [s for s in manager.all_steps() if s < step]
     then = f'move {directory}/{step} away and run again to go on from step {max(earlier)}' if earlier else (

@@ -6,8 +6,10 @@ and how to go on. No jax here, so that jobs which need no accelerator can read m
 """
 
 from collections.abc import Mapping, Sequence
+import contextlib
 import dataclasses
 import datetime
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -18,6 +20,8 @@ import subprocess
 from typing import Any
 
 from absl import logging
+
+from ptjax.runtime import metrics
 
 FILE_NAME = 'manifest.json'
 RERUN_FLAG = '--config.pipeline.rerun_changed=True'
@@ -73,6 +77,26 @@ def write(workdir: str | os.PathLike, manifest: Manifest) -> pathlib.Path:
   return path
 
 
+@contextlib.contextmanager
+def locked(workdir: str | os.PathLike):
+  """Holds the workdir for this process while stages are written to it; the system lets go when the process ends.
+
+  Raises:
+    ValueError: another process holds it.
+  """
+  path = pathlib.Path(workdir) / '.lock'
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with open(path, 'w', encoding='utf-8') as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      raise ValueError(f'another run is writing to {path.parent}; fix: wait for it or stop it, or another --workdir'
+                       ) from None
+    except OSError as error:  # a file system without locks
+      logging.warning('%s cannot be locked (%s): do not start the same run twice', path, error.strerror)
+    yield
+
+
 def read(workdir: str | os.PathLike, stage: str) -> Manifest | None:
   """Returns the stage's manifest, or None if it has none.
 
@@ -116,21 +140,24 @@ def set_aside_changed(workdir: str | os.PathLike, stage: str, config_hash: str, 
                       parents: Mapping[str, str] | None = None, rerun: bool) -> None:
   """Renames a stage's directory to `<stage>.replaced-N` when it is of another config and the stage is to start anew.
 
-  That is so when `rerun` asks for it, and when the stage never came to its first checkpoint: there is nothing to lose.
+  That is so when `rerun` asks for it, when the stage never came to its first checkpoint and there is nothing to lose,
+  and when it has checkpoints but no manifest, so that nothing says what they are of. Its metrics go with it.
   """
   manifest = read(workdir, stage)
-  if manifest is None or not _changes(manifest, config_hash, None, parents):
-    return
   directory = _path(workdir, stage).parent
   checkpoints = directory / 'checkpoints'
-  trained = manifest.finished is not None or (checkpoints.is_dir() and any(checkpoints.iterdir()))
-  if trained and not rerun:
+  saved = checkpoints.is_dir() and any(checkpoints.iterdir())
+  if manifest is None:
+    if not saved:
+      return
+  elif not _changes(manifest, config_hash, None, parents) or (saved or manifest.finished is not None) and not rerun:
     return
   number = 1
   while (target := directory.with_name(f'{stage}.replaced-{number}')).exists():
     number += 1
+  metrics.copy(workdir, stage, directory / metrics.FILE_NAME)
   os.rename(directory, target)
-  logging.warning('%s belongs to another config; it is now %s', directory, target)
+  logging.warning('%s belongs to another config, or has no manifest; it is now %s', directory, target)
 
 
 def _changes(manifest: Manifest, config_hash, config, parents) -> list[str]:

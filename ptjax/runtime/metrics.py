@@ -97,6 +97,13 @@ def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
           for record in _read_lines(path)]
 
 
+def copy(workdir: str | os.PathLike, stage: str, target: str | os.PathLike) -> None:
+  """Writes the stage's lines of metrics.jsonl, as they are, to the file `target`."""
+  records = [record for record in _read_lines(os.path.join(workdir, FILE_NAME)) if record['stage'] == stage]
+  with open(target, 'w', encoding='utf-8') as f:
+    f.writelines(json.dumps(record, allow_nan=False) + '\n' for record in records)
+
+
 class Progress:
   """A bar for one stage: step, a few values, tokens per second, time left; log lines where there is no terminal."""
 

@@ -165,4 +165,4 @@ class Decoder:
 
   def _logits(self, params: Params, hidden_BTD: jax.Array) -> jax.Array:
     head_VD = params.embed_VD if params.head_VD is None else params.head_VD
-    return transformer.out_first_product(hidden_BTD, head_VD, 1).astype(jnp.float32)
+    return transformer.out_first_product(hidden_BTD, head_VD.astype(hidden_BTD.dtype), 1, jnp.float32)

@@ -32,6 +32,10 @@ def _is_messages(value: Any) -> str:
         return f'message {i} has content parts other than {{"type": "text", "text"}}'
     elif not isinstance(content, str) and not (content is None and message.get('tool_calls')):
       return f'message {i} needs "content", text or a list of text parts'
+    calls = message.get('tool_calls') or []
+    if not isinstance(calls, list) or not all(
+        isinstance(call, dict) and isinstance(call.get('function', call), dict) for call in calls):
+      return f'message {i} needs "tool_calls" that are a list of objects, each with an object as its "function"'
   return ''
 
 

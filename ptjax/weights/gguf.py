@@ -100,7 +100,7 @@ class File:
     if problems:
       raise ValueError(f'{self.path} is not supported as it is:\n  ' + '\n  '.join(problems))
     fields = {hf: found[n] for n, hf in (_REQUIRED | _OPTIONAL).items() if n in found}
-    if found.get('rope.scaling.type') == 'linear':
+    if _rope_scaling(found) == 'linear':
       fields['rope_scaling'] = dict(rope_type='linear', factor=found['rope.scaling.factor'])
     vocab_size = found.get('vocab_size') or len(self.fields.get('tokenizer.ggml.tokens', ()))
     return families.from_hf(dict(fields, model_type=ARCHITECTURES[architecture], vocab_size=vocab_size,
@@ -116,13 +116,18 @@ class File:
     if kind != 'gpt2':
       raise ValueError(f"{self.path}: tokenizer.ggml.model = {kind!r} is not supported; known: ['gpt2']. "
                        'Load the Hugging Face directory of the model instead (tokenizer.json).')
-    types = np.asarray(self.fields.get('tokenizer.ggml.token_type', ()))
+    lengths = {name: len(self.fields.get(f'tokenizer.ggml.{name}', ())) for name in ('tokens', 'token_type', 'merges')}
+    if not all(lengths.values()) or lengths['token_type'] != lengths['tokens']:
+      raise ValueError(f'{self.path}: the vocabulary needs tokenizer.ggml.tokens, .merges and one .token_type per '
+                       f'token; their lengths are {lengths}')
+    types = np.asarray(self.fields['tokenizer.ggml.token_type'])
+    pre = self.fields.get('tokenizer.ggml.pre', 'default')
     ids = {name: self.fields.get(f'tokenizer.ggml.{field}_token_id') for name, field in
            dict(bos_id='bos', eos_id='eos', pad_id='padding', eot_id='eot').items()}
     return tokenizer_lib.from_vocabulary(
-        self.fields.get('tokenizer.ggml.tokens'), self.fields.get('tokenizer.ggml.merges'),
-        np.flatnonzero(types == _CONTROL).tolist(), self.fields.get('tokenizer.ggml.pre', 'default'), **ids,
-        add_bos=self.fields.get('tokenizer.ggml.add_bos_token', False),
+        self.fields['tokenizer.ggml.tokens'], self.fields['tokenizer.ggml.merges'],
+        np.flatnonzero(types == _CONTROL).tolist(), pre, **ids,
+        add_bos=self.fields.get('tokenizer.ggml.add_bos_token', pre == 'llama-bpe'),  # as llama.cpp takes it
         chat_template=self.fields.get('tokenizer.chat_template'),
         max_length=self.fields.get(f'{self.fields.get("general.architecture")}.context_length'),
         plain_added=np.flatnonzero(types == _USER_DEFINED).tolist())
@@ -156,6 +161,11 @@ class File:
     return Tensor(tensor.shape, read)
 
 
+def _rope_scaling(found: dict) -> str:
+  """The kind of scaling; a factor alone means linear, as it does to llama.cpp."""
+  return found.get('rope.scaling.type', 'linear' if 'rope.scaling.factor' in found else 'none')
+
+
 def _wrong_values(found: dict) -> list[str]:
   """Fields of the architecture that are known but hold what the decoder does not do."""
   lists = [f'{n}: one value per layer; only the same for all is supported' for n in found if isinstance(found[n], list)]
@@ -167,7 +177,7 @@ def _wrong_values(found: dict) -> list[str]:
              'expert_used_count': (0,), 'rope.scaling.type': ('none', 'linear')}
   wrong = [f'{n} = {found[n]!r}: only {" or ".join(map(repr, values))} is supported'
            for n, values in allowed.items() if n in found and found[n] not in values]
-  if found.get('rope.scaling.type') == 'linear' and 'rope.scaling.factor' not in found:
+  if _rope_scaling(found) == 'linear' and 'rope.scaling.factor' not in found:
     wrong.append('rope.scaling.factor: missing')
   return wrong
 

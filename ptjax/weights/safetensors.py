@@ -77,16 +77,17 @@ def export_hf(directory: str | pathlib.Path, config: families.ModelConfig, param
               tokenizer: tokenizer_lib.Tokenizer, shard_bytes: int = SHARD_BYTES) -> None:
   """Writes the model as a Hugging Face directory, in the dtype of `params`; an older export there is replaced.
 
-  Files are written beside the target and moved in when all of them are whole. With several processes every one must
-  call it (sharded parameters are gathered); the first one writes.
+  Files are written inside the target and take their names when all of them are whole; weights of other names stay.
+  With several processes every one must call it (sharded parameters are gathered); the first one writes.
 
   Raises:
     ValueError: a parameter has no place in the layout, such as an adapter that was not merged.
   """
   directory = pathlib.Path(directory)
-  directory.parent.mkdir(parents=True, exist_ok=True)
   writes = jax.process_index() == 0
-  scratch = pathlib.Path(tempfile.mkdtemp(dir=directory.parent, prefix=f'.{directory.name}-')) if writes else None
+  if writes:
+    directory.mkdir(parents=True, exist_ok=True)
+  scratch = pathlib.Path(tempfile.mkdtemp(dir=directory, prefix='.partial-')) if writes else None
   try:
     _write_shards(scratch, config, params, shard_bytes)
     if writes:
@@ -132,9 +133,9 @@ def _fetch(variable: nnx.Variable, index: tuple) -> np.ndarray:
 
 def _move_in(scratch: pathlib.Path, directory: pathlib.Path) -> None:
   """Replaces an older export; config.json, by which a directory is recognised, comes last."""
-  directory.mkdir(exist_ok=True)
   (directory / 'config.json').unlink(missing_ok=True)
-  for stale in (*directory.glob('*.safetensors'), directory / INDEX, directory / 'chat_template.jinja'):
+  for stale in (*directory.glob('model.safetensors'), *directory.glob('model-?????-of-?????.safetensors'),
+                directory / INDEX, directory / 'chat_template.jinja'):
     stale.unlink(missing_ok=True)
   for file in sorted(scratch.iterdir(), key=lambda f: f.name == 'config.json'):
     os.replace(file, directory / file.name)

@@ -6,6 +6,7 @@ processes: one holds a lock and moves the finished file into place, the others w
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import os
 import pathlib
@@ -24,6 +25,7 @@ from ptjax.models import families
 CACHE_DIR = '~/.cache/ptjax'
 FORMS = ("'pypi:NAME==VERSION'", "'hf:ORG/NAME'", 'a directory with config.json', 'a .gguf file', "'random:SIZE'")
 _HF_FILES = ('*.json', '*.safetensors', '*.jinja')
+_END_BYTES = 1 << 20  # of each end of a file, in a fingerprint
 
 
 class Wheel(NamedTuple):
@@ -73,6 +75,35 @@ def resolve(source: str, cache_dir: str | pathlib.Path = CACHE_DIR) -> LocalMode
     return LocalModel(path, 'gguf')
   found = 'a directory without config.json' if path.is_dir() else 'no .gguf file' if path.is_file() else 'no such path'
   raise ValueError(f'model source {source!r} is {found}; give one of: {", ".join(FORMS)}')
+
+
+@functools.cache
+def fingerprint(source: str, cache_dir: str | pathlib.Path = CACHE_DIR) -> str:
+  """What tells the contents behind `source` from others: of a file the size and both ends, of a directory its files.
+
+  A path can come to hold another model, and a hub name without a revision does; what was trained from the old one must
+  not be taken for a child of the new one.
+
+  Raises:
+    ValueError: as `resolve` does.
+  """
+  scheme, _, rest = source.partition(':')
+  if scheme == 'pypi' and rest in WHEELS:
+    return WHEELS[rest].member_sha256
+  model = resolve(source, cache_dir)
+  if model.kind == 'random':
+    return source
+  files = [model.path] if model.kind == 'gguf' else sorted(
+      file for pattern in _HF_FILES for file in model.path.glob(pattern) if file.is_file())
+  digest = hashlib.sha256()
+  for file in files:
+    size = file.stat().st_size
+    digest.update(f'{file.name if model.kind == "hf" else ""}\0{size}\0'.encode())
+    with open(file, 'rb') as f:
+      digest.update(f.read(_END_BYTES))
+      f.seek(max(size - _END_BYTES, 0))
+      digest.update(f.read(_END_BYTES))
+  return digest.hexdigest()
 
 
 def _from_pypi(requirement: str, cache_dir: pathlib.Path) -> pathlib.Path:

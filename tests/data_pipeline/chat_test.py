@@ -115,9 +115,9 @@ class ChatTest(parameterized.TestCase):
   def test_what_templates_may_use(self):
     t = self._with("{%- for m in messages -%}{%- if m.role == 'tool' %}{% continue %}{% endif -%}"
                    "{% generation %}{{ m.content | tojson }}{% endgeneration %}{%- endfor -%}"
-                   "|{{ tools | tojson }}|{{ eos_token }}|{{ strftime_now('%Y') | length }}|{{ mood }}")
+                   "|{{ tools | tojson }}|{{ eos_token }}|{{ strftime_now('%d %b %Y') }}|{{ mood }}")
     text = chat.render(t, [said('user', 'é"'), said('tool', 'x')], tools=[dict(name='f')], mood='good')
-    self.assertEqual(text, '"é\\""|[{"name": "f"}]|<|im_end|>|4|good')
+    self.assertEqual(text, '"é\\""|[{"name": "f"}]|<|im_end|>|26 Jul 2024|good')
 
   @parameterized.parameters({'arguments': {'x': 1}}, {'arguments': '{"x": 1}'})
   def test_tool_arguments_as_object_or_text(self, arguments):
@@ -136,7 +136,10 @@ class ChatTest(parameterized.TestCase):
       ([dict(role='robot', content='a')], 'message 0: needs a "role" out of'),
       (['a'], 'message 0: needs a "role"'),
       ([dict(role='assistant', content=None, tool_calls=[dict(function=dict(name='f', arguments='{'))])],
-       'message 0: tool_calls arguments are not JSON'))
+       'message 0: tool_calls arguments are not JSON'),
+      *(([dict(role='assistant', content=None, tool_calls=calls)], error) for calls, error in (
+          (['x'], 'message 0: a tool call must be an object'), ({'a': 1}, 'message 0: "tool_calls" must be a list'),
+          ([dict(function=None)], 'message 0: a tool call must be an object, as must its "function"'))))
   def test_malformed_messages(self, messages, error):
     with self.assertRaisesRegex(ValueError, error):
       chat.render(self.tokenizer, messages)

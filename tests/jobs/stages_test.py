@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from absl.testing import absltest, parameterized
 
 from configs import base
-from ptjax import pipeline, types
+from ptjax import jobs, pipeline, types
 from ptjax.data import chat
 from ptjax.data.tokenizer import byte_level
 from ptjax.runtime import lineage
@@ -19,13 +19,14 @@ class FinishedStagesTest(parameterized.TestCase):
     super().setUp()
     self.workdir = self.create_tempdir().full_path
     self.config = base.get_config()
+    self.fields = pipeline.relevant(self.config, ['base'])
     self.hours = 0
 
   def add(self, stage, parent, parent_hash=None, passed=True, finished=True):
     self.hours += 1
     parents = {parent: ('' if parent == SOURCE else f'hash of {parent}') if parent_hash is None else parent_hash}
     lineage.write(self.workdir, lineage.Manifest(
-        stage=stage, parents=parents, config={'model.source': SOURCE}, config_hash=f'hash of {stage}', seed=0,
+        stage=stage, parents=parents, config=self.fields, config_hash=f'hash of {stage}', seed=0,
         gate=None if stage == 'base' else dict(passed=passed), started=f'2026-01-01T{self.hours:02}:00:00+00:00',
         finished=lineage.now() if finished else None))
 
@@ -71,6 +72,13 @@ class FinishedStagesTest(parameterized.TestCase):
     self.assertEqual(self.stages(), ['base'])
 
 
+  def test_a_source_with_other_contents(self):
+    self.fields['model.source contents'] = 'of an older file'
+    self.add('base', SOURCE)
+    with self.assertRaisesRegex(ValueError, 'trained from other contents of .*fix:'):
+      self.stages()
+
+
 class IdentityTest(absltest.TestCase):
 
   def test_what_is_in_a_data_file_is_part_of_the_stage(self):
@@ -103,6 +111,19 @@ class PromptsTest(absltest.TestCase):
     config.sampler.max_context -= 1
     with self.assertRaisesRegex(ValueError, 'd/long.*eval.max_tokens.*--config.sampler.max_context='):
       pipeline.check_prompts(config, parts, ())
+
+
+class ExportTest(absltest.TestCase):
+
+  def test_refuses_before_any_work(self):
+    config, output = base.get_config(), self.create_tempdir()
+    config.model.source = output.full_path
+    with self.assertRaisesRegex(ValueError, 'is the model source itself.*fix:'):
+      jobs.export(config, workdir='', output=output.full_path + '/')
+    config.model.source = SOURCE
+    output.create_file('adapter/adapter_config.json')
+    with self.assertRaisesRegex(ValueError, 'adapter is of an earlier export.*fix:'):
+      jobs.export(config, workdir='', output=output.full_path)
 
 
 class DomainWeightsTest(absltest.TestCase):

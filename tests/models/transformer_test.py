@@ -44,6 +44,14 @@ class TransformerTest(parameterized.TestCase):
     np.testing.assert_array_equal(padded(0)[0, :2], padded(9)[0, :2])
     self.assertTrue(np.isfinite(padded(0)).all())
 
+  @parameterized.parameters(3, 40)
+  def test_products_of_bfloat16_can_come_in_float32(self, rows):
+    x, w = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(((1, rows, 64), (9, 64))))
+    out = transformer.out_first_product(x, w, 1, jnp.float32)
+    want = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)  # bfloat16 would be off by up to 0.06 here
+    self.assertEqual(transformer.out_first_product(x, w, 1).dtype, jnp.bfloat16)
+
   def test_masks_of_a_packed_row(self):
     # [A A A | B B | pad] with no branches: causal inside each document.
     mask = attention.tree_mask(jnp.array([[1, 1, 1, 2, 2, 0]]), jnp.zeros((1, 6), jnp.int32))[0]

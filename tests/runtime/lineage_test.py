@@ -1,5 +1,6 @@
 """Manifests: written whole, compared by field, chained by parent, and never reused for another config."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -8,7 +9,7 @@ import sys
 from absl.testing import absltest
 from absl.testing import parameterized
 
-from ptjax.runtime import lineage
+from ptjax.runtime import lineage, metrics
 
 
 def make_manifest(stage, parents=(), config=None, **fields):
@@ -125,6 +126,24 @@ class IsDoneTest(parameterized.TestCase):
     self.assertFalse(self.set_aside(self.other, rerun=False))
     os.rmdir(os.path.join(self.workdir, 'rl', 'checkpoints', '5'))
     self.assertTrue(self.set_aside(self.other, rerun=False))
+
+
+  def test_checkpoints_without_a_manifest_are_set_aside_and_metrics_go_with_the_stage(self):
+    self.assertTrue(self.set_aside(self.config, rerun=False))
+    os.makedirs(os.path.join(self.workdir, 'rl', 'checkpoints', '5'))
+    with metrics.Metrics(self.workdir, 'rl') as written:
+      written.write(0, rl={'kl': 0.5})
+    self.assertTrue(self.set_aside(self.config, rerun=False))
+    kept = os.path.join(self.workdir, 'rl.replaced-1', 'metrics.jsonl')
+    self.assertEqual([json.loads(line)['rl/kl'] for line in open(kept, encoding='utf-8')], [0.5])
+
+  def test_a_workdir_is_written_to_by_one_run(self):
+    with lineage.locked(self.workdir):
+      with self.assertRaisesRegex(ValueError, 'another run is writing to .*fix:'):
+        with lineage.locked(self.workdir):
+          pass
+    with lineage.locked(self.workdir):
+      pass
 
 
 class CodeRevisionTest(absltest.TestCase):

@@ -44,5 +44,16 @@ class RolloutsTest(absltest.TestCase):
       self.begin()
 
 
+class LastTest(absltest.TestCase):
+
+  def test_a_stage_stopped_after_its_last_step_still_knows_that_step(self):
+    workdir = self.create_tempdir().full_path
+    for _ in range(2):
+      stage = Stage('rl', workdir, every=5, keep=2, interrupt=NeverStopped())
+      for step in stage.steps(2, Trainer()):
+        stage.log(step, progress={}, tokens_per_s=2.0, rl={'kl': step / 2, 'reward': {'gcd': 1.0}})
+      self.assertEqual(stage.last, {'rl/kl': 0.5, 'perf/tokens_per_s': 2.0})
+
+
 if __name__ == '__main__':
   absltest.main()

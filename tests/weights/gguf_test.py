@@ -51,7 +51,7 @@ def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
   return np.stack([split[:, 0], split[:, 1]], axis=2).reshape(rows.shape)
 
 
-def write_tiny(path, tensors=None, fields=(), architecture='llama', kind=Q.F32, drop=(), pre='smollm'):
+def write_tiny(path, tensors=None, fields=(), architecture='llama', kind=Q.F32, drop=(), pre='smollm', without=()):
   """tests/data/weights/tiny_linear as a GGUF file."""
   source = safetensors.Directory(DATA / 'tiny_linear')
   config = source.config()
@@ -89,6 +89,8 @@ def write_tiny(path, tensors=None, fields=(), architecture='llama', kind=Q.F32, 
     if target not in drop:
       chosen = Q.F32 if array.ndim == 1 else kind
       writer.add_tensor(target, gguf_package.quantize(array, chosen), raw_dtype=chosen)
+  for name in without:
+    del writer.kv_data[0][name]
   writer.write_header_to_file()
   writer.write_kv_data_to_file()
   writer.write_tensors_to_file()
@@ -153,6 +155,17 @@ class GgufTest(parameterized.TestCase):
     write_tiny(self.path, pre='martian')
     with self.assertRaisesRegex(ValueError, "tokenizer.ggml.pre = 'martian' is not supported; known: .*'smollm'"):
       gguf.File(self.path).tokenizer()
+
+  def test_what_a_field_that_is_left_out_stands_for(self):
+    write_tiny(self.path, without=['llama.rope.scaling.type'])
+    self.assertEqual(gguf.File(self.path).config(), safetensors.Directory(DATA / 'tiny_linear').config())
+    for pre, add_bos in (('llama-bpe', True), ('smollm', False)):
+      write_tiny(self.path, pre=pre, without=['tokenizer.ggml.add_bos_token'])
+      self.assertEqual(gguf.File(self.path).tokenizer().encode('a', add_special=True)[0] == 0, add_bos)
+    for name in ('tokens', 'token_type', 'merges'):
+      write_tiny(self.path, without=[f'tokenizer.ggml.{name}'], fields=[('vocab_size', 300)])
+      with self.assertRaisesRegex(ValueError, f"the vocabulary needs .*'{name}': 0"):
+        gguf.File(self.path).tokenizer()
 
   def test_missing_and_mis_shaped_tensors_are_all_named(self):
     write_tiny(self.path, drop=('blk.1.ffn_up.weight', 'output_norm.weight'), fields=[('vocab_size', 300)])

@@ -68,9 +68,11 @@ class SafetensorsTest(parameterized.TestCase):
   def test_export_replaces_an_older_one_whole(self):
     model = load.load(str(DATA / 'tiny_linear'))
     safetensors.export_hf(self.directory, model.config, model.params, model.tokenizer, 5_000)
+    (self.directory / 'theirs.safetensors').write_bytes(b'not ours')
     safetensors.export_hf(self.directory, model.config, model.params, model.tokenizer)
     self.assertCountEqual([f.name for f in self.directory.iterdir()], [
-        'config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json'])
+        'config.json', 'generation_config.json', 'model.safetensors', 'theirs.safetensors', 'tokenizer.json',
+        'tokenizer_config.json'])
     self.assertLen(list(self.directory.parent.iterdir()), 1)
 
   def test_export_refuses_unmerged_adapters_and_leaves_nothing(self):
@@ -79,7 +81,7 @@ class SafetensorsTest(parameterized.TestCase):
     flat['layers', 'attn', 'q', 'lora_a'] = nnx.Param(jnp.zeros((2, 16, 4)), axes='DA')
     with self.assertRaisesRegex(ValueError, 'layers/attn/q/lora_a has no tensor.*merge adapters'):
       safetensors.export_hf(self.directory, model.config, nnx.from_flat_state(list(flat.items())), model.tokenizer)
-    self.assertEmpty(list(self.directory.parent.iterdir()))
+    self.assertEmpty(list(self.directory.iterdir()))
 
   def test_every_kind_of_mismatch_is_named_in_one_error(self):
     directory = self._copy('tiny_linear')

