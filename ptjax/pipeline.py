@@ -184,8 +184,8 @@ def check_prompts(config, parts: Parts, stages: Sequence[str]) -> None:
       need = len(chat.encode_prompt(parts.tokenizer, task.messages)) + max_tokens
       for flag, limit in limits:
         if need > limit:
-          raise ValueError(f'task {task.id}: its prompt and {section}.max_tokens = {max_tokens} take {need} tokens, over '
-                           f'{flag} = {limit}; fix: a shorter prompt, or --config.{flag}={need}')
+          raise ValueError(f'task {task.id}: its prompt and {section}.max_tokens = {max_tokens} take {need} tokens, '
+                           f'over {flag} = {limit}; fix: a shorter prompt, or --config.{flag}={need}')
 
 
 def restore(workdir: str, mesh, model_config, plain, stages: Sequence[str]):

@@ -46,7 +46,8 @@ class TransformerTest(parameterized.TestCase):
 
   @parameterized.parameters(3, 40)
   def test_products_of_bfloat16_can_come_in_float32(self, rows):
-    x, w = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(((1, rows, 64), (9, 64))))
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    x, w = draw(0, 1, rows, 64), draw(1, 9, 64)
     out = transformer.out_first_product(x, w, 1, jnp.float32)
     want = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)  # bfloat16 would be off by up to 0.06 here
