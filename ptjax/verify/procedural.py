@@ -6,6 +6,7 @@ family's own scorer decides and must give full marks; it runs in a worker that c
 its parser cannot mistake for code, since several scorers hand the answer to Python's `eval`.
 """
 
+import decimal
 import fractions
 import functools
 import json
@@ -80,6 +81,8 @@ def verify_exact(task: types.Task, text: str) -> types.Verdict:
   Numbers are equal by value, single words whatever their case, longer text up to white space.
   """
   oracle = str(task.reference)
+  if isinstance(task.reference, float):
+    oracle = format(decimal.Decimal(oracle), 'f')  # 1e-07 as 0.0000001
   return _compare(text, oracle, kind_of(oracle))[0]
 
 

@@ -28,6 +28,8 @@ class ExactTest(parameterized.TestCase):
       ('42', 'Answer: 42 or 43', 'fail'),
       ('True', 'Answer: True or False', 'fail'),
       ('0.5', '1/2', 'pass'),
+      (1e-7, 'Answer: 0.0000001', 'pass'),
+      (1e22, 'Answer: 10000000000000000000000', 'pass'),
       ('0.333333', '1/3', 'fail'),
       ('-42', '42', 'fail'),
       ('9007199254740993', '9007199254740992', 'fail'),  # equal as floats
