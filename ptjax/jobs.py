@@ -10,6 +10,7 @@ import os
 import sys
 
 from absl import logging
+from flax import nnx
 import jax
 import numpy as np
 
@@ -159,7 +160,7 @@ def _scorable(tokenizer, record, vocab_size: int):
 
 def _score_all(config, parts, plain, sequences) -> list[np.ndarray]:
   """Log-probs of each sequence's completion, in order; one sequence per row, rows of like width together."""
-  graphdef, params, frozen = adapters.split(parts.model_config, plain, rank=0)
+  graphdef, nothing = adapters.graphdef_of(parts.model_config), nnx.State({})
   rows = devices.rows_over(parts.mesh, SCORE_ROWS)
   logps = [None] * len(sequences)
   for width, members in _by_width(sequences, parts.model_config.max_position).items():
@@ -170,7 +171,7 @@ def _score_all(config, parts, plain, sequences) -> list[np.ndarray]:
       singles = [batching.pack([s], rows=1, seq_len=width, max_branches=1).batches[0] for s in padded]
       batch = types.Batch(*(devices.put_global(parts.mesh, np.concatenate(field), 'BT')
                                      for field in zip(*singles)))
-      for k, logp_T in zip(some, devices.fetch(scorer(params, frozen, batch))):
+      for k, logp_T in zip(some, devices.fetch(scorer(plain, nothing, batch))):
         start = len(sequences[k].prompt_ids)
         logps[k] = logp_T[start:start + len(sequences[k].completions[0]['token_ids'])]
   return logps

@@ -24,7 +24,7 @@ def adamw(lr: optax.Schedule, *, weight_decay: float, clip_norm: float, b1: floa
           b2: float) -> optax.GradientTransformation:
   """AdamW (arXiv 1711.05101) behind clipping by global norm.
 
-  The first moment is f32, the second has its parameter's dtype.
+  Both moments are f32: so is every parameter that trains (models.adapters.split).
   """
   return optax.chain(optax.clip_by_global_norm(clip_norm),
                      optax.adamw(lr, b1=b1, b2=b2, weight_decay=weight_decay, mu_dtype='float32'))

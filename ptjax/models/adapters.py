@@ -23,7 +23,8 @@ def split(config: ModelConfig, state: nnx.State, *, rank: int, alpha: float = 0.
 
   With rank 0 every parameter is trainable and nothing is frozen. Otherwise each target projection gets lora_a
   (normal, 1 / sqrt(fan in)) and lora_b (zeros), so that the model starts equal to `state`, and only those train. The
-  adapter adds alpha / rank * x @ lora_a @ lora_b; alpha 0 stands for alpha = rank.
+  adapter adds alpha / rank * x @ lora_a @ lora_b; alpha 0 stands for alpha = rank. What trains is f32 whatever the
+  dtype of `state`: small steps would be lost in bfloat16.
 
   Raises:
     ValueError: a target that the decoder does not have.
@@ -33,7 +34,7 @@ def split(config: ModelConfig, state: nnx.State, *, rank: int, alpha: float = 0.
     raise ValueError(f'lora targets {unknown} are unknown; known: {TARGETS}')
   model = nnx.merge(graphdef_of(config), state)
   if rank == 0:
-    return nnx.split(model, nnx.Param, ...)
+    return _in_float32(*nnx.split(model, nnx.Param, ...))
   key = jax.random.key(seed)
   for path, module in nnx.iter_modules(model.layers):
     if isinstance(module, Linear) and path[-1] in targets:
@@ -43,11 +44,15 @@ def split(config: ModelConfig, state: nnx.State, *, rank: int, alpha: float = 0.
       module.lora_a = nnx.LoRAParam(a, axes='L' + module.in_axes + 'A')
       module.lora_b = nnx.LoRAParam(jnp.zeros((config.layers, rank, *outs)), axes='LA' + module.out_axes)
       module.lora_scale = (alpha or rank) / rank
-  return nnx.split(model, nnx.LoRAParam, ...)
+  return _in_float32(*nnx.split(model, nnx.LoRAParam, ...))
+
+
+def _in_float32(graphdef: nnx.GraphDef, trainable: nnx.State, frozen: nnx.State):
+  return graphdef, jax.tree.map(lambda x: x.astype(jnp.float32), trainable), frozen
 
 
 def merge(graphdef: nnx.GraphDef, trainable: nnx.State, frozen: nnx.State) -> nnx.State:
-  """The plain state that computes what (trainable, frozen) compute: w + scale * lora_a @ lora_b, in w's dtype."""
+  """The plain state that computes what (trainable, frozen) compute: w + scale * lora_a @ lora_b, in param_dtype."""
   model = nnx.merge(graphdef, trainable, frozen)
   for _, module in nnx.iter_modules(model.layers):
     if isinstance(module, Linear) and module.lora_scale:
@@ -57,4 +62,4 @@ def merge(graphdef: nnx.GraphDef, trainable: nnx.State, frozen: nnx.State) -> nn
       module.w = module.w.replace((w.astype(jnp.float32) + module.lora_scale * delta).astype(w.dtype))
       del module.lora_a, module.lora_b
       module.lora_scale = 0.0
-  return nnx.state(model)
+  return jax.tree.map(lambda x: x.astype(model.config.param_dtype), nnx.state(model))

@@ -1,5 +1,6 @@
 """LoRA starts as the identity, merges to what it computes, and trains nothing else."""
 
+import dataclasses
 import functools
 
 from absl.testing import absltest
@@ -67,6 +68,17 @@ class AdaptersTest(absltest.TestCase):
     graphdef, trainable, frozen = adapters.split(CONFIG, STATE, rank=0)
     self.assertEmpty(jax.tree.leaves(frozen))
     jax.tree.map(np.testing.assert_array_equal, adapters.merge(graphdef, trainable, frozen), STATE)
+
+  def test_what_trains_is_float32_beside_bfloat16_weights(self):
+    config = dataclasses.replace(CONFIG, param_dtype='bfloat16')
+    state = nnx.split(transformer.Transformer(config, nnx.Rngs(0)))[1]
+    for rank in (0, 4):
+      graphdef, trainable, frozen = adapters.split(config, state, rank=rank)
+      self.assertEqual({x.dtype for x in jax.tree.leaves(trainable)}, {jnp.dtype('float32')})
+      jax.tree.map(np.testing.assert_array_equal, state, adapters.merge(graphdef, trainable, frozen))
+    nudged = jax.tree.map(lambda x: x + 1e-6, adapters.split(config, state, rank=0)[1])
+    self.assertFalse(any(bool((a == b).all()) for a, b in zip(
+        jax.tree.leaves(nudged), jax.tree.leaves(state), strict=True)))
 
   def test_unknown_target(self):
     with self.assertRaisesRegex(ValueError, r"\['head'\] are unknown; known: \('q', 'k'"):
