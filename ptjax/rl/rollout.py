@@ -75,5 +75,7 @@ def records(step: int, tasks, rollouts, verdicts) -> list[dict]:
 
 
 def _shown(task: types.Task):
-  return task.reference['answer'] if isinstance(task.reference, dict) else task.reference
+  """The right answer as a reader wants it; a task graded by tests has only an example of one."""
+  reference = task.reference['answer'] if isinstance(task.reference, dict) else task.reference
+  return task.demonstration if reference is None else reference
 
