@@ -124,7 +124,7 @@ class WholeRunTest(absltest.TestCase):
 
   def test_has_every_part(self):
     for part in ('A gain in right answers', 'Verifier outcomes', 'Curriculum: share of tasks', 'KL to the reference',
-                 'Sampler minus trainer', 'SFT loss', 'constant answer', 'gate passed', 'stage.lr: 0.001 → 0.0001'):
+                 'Sampler minus trainer', 'SFT loss', 'constant answer', 'gate: passed', 'stage.lr: 0.001 → 0.0001'):
       self.assertIn(part, self.page.text)
     data, changed_configs = 4, 1
     self.assertEqual(self.page.tags.count('pre'), 3 * report.SHOWN_ROLLOUTS + data + changed_configs)
