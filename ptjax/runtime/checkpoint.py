@@ -237,14 +237,19 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
   return named
 
 
-@jax.jit
 def _bit_sum(x: jax.Array) -> jax.Array:
   bits = x if x.dtype == bool else jax.lax.bitcast_convert_type(x, f'uint{8 * x.dtype.itemsize}')
   return jnp.sum(bits, dtype=jnp.uint32)  # modulo 2**32, so the same in any order and on any mesh
 
 
+@jax.jit
+def _all_bit_sums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  return {name: _bit_sum(x) for name, x in arrays.items()}
+
+
 def _bit_sums(arrays: dict[str, Any]) -> dict[str, int]:
-  return {name: int(x) for name, x in jax.device_get({name: _bit_sum(x) for name, x in arrays.items()}).items()}
+  # One program: many in flight that each wait for every device can starve each other where devices share few threads.
+  return {name: int(x) for name, x in jax.device_get(_all_bit_sums(arrays)).items()}
 
 
 def _is_key(x: Any) -> bool:
