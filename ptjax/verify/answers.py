@@ -47,8 +47,8 @@ def extract(text: str, kind: str) -> tuple[str | None, bool]:
   r"""The last stated answer and whether it was stated in the asked form.
 
   The order is: the last `Answer: x` (`answer is x` counts as a statement, though not as the asked form), else the
-  last \boxed{x}, else by kind the last number, the last word, the last list with commas, or the whole text. A list comes back
-  with ', ' between its items.
+  last \boxed{x}, else by kind the last number, the last word, the last list with commas, or the whole text. A
+  list comes back with ', ' between its items.
 
   Args:
     text: the completion.

@@ -18,7 +18,7 @@ BEHAVIOR_BT = LOGP_BT - np.log(FACTORS)
 
 def gradient(correction, old_BT):
   rl = base.get_config().rl
-  rl.correction, rl.kl_coef = correction, 0.0
+  rl.correction, rl.kl_coef, rl.aggregation = correction, 0.0, 'token_mean'
   ones = np.ones((1, 3), np.int32)
   batch = types.Batch(
       token_BT=ones, segment_BT=ones, branch_BT=ones, position_BT=ones, parent_BT=ones, mask_BT=ones > 0,
