@@ -95,7 +95,7 @@ def tasks(path: str) -> list[types.Task]:
     task = types.Task(id=task_id, messages=tuple(messages), **fields)
     try:
       verifiers.check(task)
-    except ValueError as e:
+    except (ValueError, TypeError, OverflowError, RecursionError) as e:
       raise ValueError(f'{where}: {e}') from e
     if task_id in seen:
       raise ValueError(f'{where}: id {task_id!r} was on {seen[task_id]} already; ids (or prompts) must be distinct')

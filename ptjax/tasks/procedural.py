@@ -57,11 +57,18 @@ def _sum(rng: random.Random, *, low: int, high: int, other: int) -> dict:
 def _sorting(rng: random.Random, *, count: int, high: int) -> dict:
   """An entry like reasoning-gym's number_sorting, with whole numbers, which that family writes as decimals."""
   numbers = rng.sample(range(high + 1), count)
+  while numbers == sorted(numbers):
+    rng.shuffle(numbers)
   return {'answer': ', '.join(map(str, sorted(numbers))), 'metadata': {'numbers': numbers}}
 
 
 def _ascending(metadata: dict) -> bool:
-  return metadata['direction'] == 'ascending' and _plain_words(metadata['original_words'])
+  return metadata['direction'] == 'ascending' and _disordered(metadata['original_words'], metadata['sorted_words'])
+
+
+def _disordered(asked: list[str], answer: list[str]) -> bool:
+  """A list that a copy of the question does not answer, and without the words that join or hedge answers."""
+  return asked != answer and _plain_words(asked) and not {'and', 'or', 'not', 'either'} & set(asked)
 
 
 def _plain_words(words: Iterable[str]) -> bool:
@@ -111,7 +118,8 @@ DOMAINS = {
         'Put in alphabetical order: {original_words}', 'list', _ascending),
     'word_reversal': Domain(
         'word_sequence_reversal', ({'min_words': 3, 'max_words': 4}, {'min_words': 5, 'max_words': 7}),
-        'Reverse the order of these words: {words}', 'list', lambda metadata: _plain_words(metadata['words'])),
+        'Reverse the order of these words: {words}', 'list',
+        lambda metadata: _disordered(metadata['words'], metadata['words'][::-1])),
     'spell_backward': Domain(
         'spell_backward', ({'min_word_len': 3, 'max_word_len': 4}, {'min_word_len': 5, 'max_word_len': 7}),
         'Spell "{word}" backward.', 'word', _plain_word),

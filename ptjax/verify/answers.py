@@ -4,26 +4,33 @@ A model that chats must be graded as fairly as one that answers in the asked for
 places and the form is reported beside it. This module judges nothing: it never sees the reference.
 """
 
+import itertools
 import re
 
 KINDS = ('number', 'word', 'list', 'text')
 
 _STATED = re.compile(r'\banswer\s*(?:(?:\*\*)?:|\bis\b:?)\s*(?:\*\*)?\s*', re.IGNORECASE)
 # A sign belongs to the number unless it joins it to the operand before it.
-_NUMBER = re.compile(r'(?:(?<![\w.)])-\s?|(?<=[-+*/]\s)-)?(?:\d{1,3}(?:,\d{3})+(?![\d,]*\d)|\d+)(?:\.\d+)?'
+_NUMBER = re.compile(r'(?:(?<![\w.)])-\s?|(?<=[-+*/]\s)-)?(?:\d{1,3}(?:,\d{3})++(?!,*+\d)|\d+)(?:\.\d+)?'
                      r'(?:/\d+(?![\d.]))?')
 _WORD = re.compile(r"\w+(?:['’-]\w+)*")
-_ITEM = r"-?\w+(?:['’.-]\w+)*"
-_COMMA = r'\s*,\s*(?:and\s+)?'
-_LIST = re.compile(rf'{_ITEM}(?:{_COMMA}{_ITEM})+(?:\s+and\s+{_ITEM})?')
-_BULLET = re.compile(r'^[ \t]*(?:\d+[.)]|[-*•])[ \t]+', re.MULTILINE)
-_BULLETS = re.compile(rf'(?:{_BULLET.pattern}.*\n)+{_BULLET.pattern}.*', re.MULTILINE)
-_RESULT = re.compile(r'=|\bis\b|\bequals\b|\bare\b')
+# Items and their separators never give back what they took, so that no text takes long to look through.
+_ITEM = r"(?<!\w)(?<!\w['’.-])[+-]?\w++(?:['’.-]\w++)*+"
+_COMMA = r'\s*+,\s*+(?:and[ \t]+)?'
+_LIST = re.compile(rf'{_ITEM}(?:{_COMMA}{_ITEM})+(?:[ \t]++and[ \t]++{_ITEM})?')
+_BETWEEN = r'[ \t]*+(?:;|<|>|->|→|\n)\s*+'  # other ways to write a list, looked for where there are no commas
+_OTHER_LIST = re.compile(rf'{_ITEM}(?:{_BETWEEN}{_ITEM})+|(?<!\w)[+-]?\d++(?:[ \t]++[+-]?\d++)+')
+_BULLET = re.compile(r'^[ \t]*+(?:\d+[.)]|[-*•])[ \t]+', re.MULTILINE)
+_BULLETS = re.compile(rf'(?:{_BULLET.pattern}.*\n++)+{_BULLET.pattern}.*', re.MULTILINE)
+_QUOTES = re.compile(r"(?<!\w)'|'(?!\w)|\\text\{|\}")
+_RESULT = re.compile(r'=|->|→|\bis\b|\bequals\b|\bare\b')
+_ENDS = re.compile(r'[.!?(\n]')
 _HEDGE = re.compile(r'\b(?:or|either|not)\b', re.IGNORECASE)
 _SPELLED = dict(zip(
     'zero one two three four five six seven eight nine ten once twice thrice'.split(),
     (*range(11), 1, 2, 3)))
 _MINUS = str.maketrans('−–', '--')
+_MAX_CHARS = 20_000  # at the end of a completion, in which a value is looked for
 _UNQUOTED = str.maketrans('−–', '--', '"“”*`[]')
 
 
@@ -62,21 +69,32 @@ def extract(text: str, kind: str) -> tuple[str | None, bool]:
   """
   if kind not in KINDS:
     raise ValueError(f'answer kind {kind!r} is not one of {KINDS}')
-  stated = list(_STATED.finditer(text))
-  if stated and kind == 'text':
-    return text[stated[-1].end():].strip() or None, _asked_form(stated[-1])
-  for match in reversed(stated):
-    line = text[match.end():].split('\n\n' if kind == 'list' else '\n')[0]
-    if line.strip():
-      answer = _in_statement(line, kind)
+  if kind == 'text':
+    return _extract_text(text)
+  text, empty = text[-_MAX_CHARS:], False
+  for match in reversed(list(_STATED.finditer(text))):
+    line = text[match.end():].split('\n')[0]
+    value_in = text[match.end():] if kind == 'list' else line
+    if _values(value_in, kind):
+      answer = _in_statement(value_in, kind)
       plain = line.strip(' .*`"\'$')
-      plain = (plain if kind == 'list' else plain.replace(',', '')) == answer
-      return answer, plain and _asked_form(match)
+      return answer, (plain if kind == 'list' else plain.replace(',', '')) == answer and _asked_form(match)
+    empty |= bool(line.strip())
+  if empty:
+    return None, False
   box = last_box(text)
   if box is not None:
-    answer = box.strip() if kind == 'text' else _last(box, kind)
+    answer = _in_statement(box, kind) if kind == 'list' else _last(box, kind)
     return answer, answer is not None
-  return (text.strip() or None if kind == 'text' else _last(text, kind)), False
+  return _last(text, kind), False
+
+
+def _extract_text(text: str) -> tuple[str | None, bool]:
+  stated = list(_STATED.finditer(text))
+  if stated:
+    return text[stated[-1].end():].strip() or None, _asked_form(stated[-1])
+  box = last_box(text)
+  return (text if box is None else box).strip() or None, box is not None
 
 
 def _asked_form(match: re.Match) -> bool:
@@ -85,14 +103,42 @@ def _asked_form(match: re.Match) -> bool:
 
 def _in_statement(line: str, kind: str) -> str | None:
   """The value a statement gives: its first one, or what its equation or sentence ends in; a choice gives none."""
+  if kind == 'list':
+    return _stated_list(_tidied(line))
   values = _values(line, kind)
   if not values or len(values) > 1 and _HEDGE.search(line):
     return None
   return values[-1] if _RESULT.search(line) else values[0]
 
 
+def _stated_list(text: str) -> str | None:
+  """The list a statement gives: the first, or the one its equation or sentence ends in; a choice gives none."""
+  found = _lists(text)
+  head = _RESULT.split(text[:found[0].start()])[-1]
+  tail = _ENDS.split(text[found[-1].end():])[0]
+  if _HEDGE.search(head) or re.search(r'\d', found[0].group()) and re.search(r'\d', head + tail):
+    return None
+  answer = found[0]
+  for before, after in itertools.pairwise(found):
+    between = text[before.end():after.start()]
+    if _HEDGE.search(between):
+      return None
+    end, result = _ENDS.search(between), _RESULT.search(between)
+    if end and not (result and result.start() < end.start()):
+      break
+    if result:
+      answer = after
+    elif _joined(after) != _joined(answer):
+      return None
+  return _joined(answer)
+
+
 def _last(text: str, kind: str) -> str | None:
   values = _values(text, kind)
+  if kind == 'list' and len(values) > 1:
+    before, last = _lists(_tidied(text))[-2:]
+    if _HEDGE.search(_tidied(text)[before.end():last.start()]):
+      return None
   return values[-1] if values else None
 
 
@@ -101,9 +147,23 @@ def _values(text: str, kind: str) -> list[str]:
   if kind == 'word':
     return _WORD.findall(text)
   if kind == 'list':
-    text = _BULLETS.sub(lambda m: ', '.join(_BULLET.sub('', m.group()).splitlines()), text).translate(_UNQUOTED)
-    return [', '.join(re.split(rf'{_COMMA}|\s+and\s+', found)) for found in _LIST.findall(text)]
+    return [_joined(found) for found in _lists(_tidied(text))]
   return _numbers(text)
+
+
+def _tidied(text: str) -> str:
+  """Text without quotes and brackets, with bullets as a list with commas."""
+  joined = _BULLETS.sub(lambda m: ', '.join(_BULLET.sub('', m.group()).split('\n')).replace(', , ', ', '), text)
+  return _QUOTES.sub('', joined.translate(_UNQUOTED))
+
+
+def _lists(text: str) -> list[re.Match]:
+  return list(_LIST.finditer(text)) or list(_OTHER_LIST.finditer(text))
+
+
+def _joined(found: re.Match) -> str:
+  parts = re.split(rf'{_COMMA}|[ \t]+and[ \t]+|{_BETWEEN}|[ \t]+', found.group())
+  return ', '.join(part.removeprefix('+') for part in parts)
 
 
 def _numbers(text: str) -> list[str]:

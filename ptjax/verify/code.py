@@ -90,6 +90,11 @@ def check(task: types.Task) -> None:
   for name, content in task.files.items():
     if not isinstance(content, str) or name in _OURS:
       raise ValueError(f'field "files" must be path -> text, without {sorted(_OURS)}; see {name!r:.60}')
+  try:
+    sandbox.check_paths(task.files)
+    '\n'.join(task.files.values()).encode()
+  except ValueError as e:
+    raise ValueError(f'field "files": {e}') from e
   make_limits(task.limits)
 
 
@@ -189,7 +194,7 @@ def _cases(text: str, style: str) -> dict:
     if tolerance is not None and (type(tolerance) not in (int, float) or not 0 <= tolerance < math.inf):
       raise TypeError(f'"tolerance" {tolerance!r} must be a number >= 0')
     return {'entry': spec['entry'], 'cases': cases, 'tolerance': tolerance} if style == 'call' else {'cases': cases}
-  except (ValueError, KeyError, TypeError) as e:
+  except (ValueError, KeyError, TypeError, RecursionError) as e:
     wanted = '"entry" and ' if style == 'call' else ''
     raise ValueError(f'field "tests.text" of style {style} must be JSON with {wanted}"cases", each of {fields}; '
                      f'{type(e).__name__}: {e}') from e

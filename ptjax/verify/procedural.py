@@ -10,6 +10,7 @@ import decimal
 import fractions
 import functools
 import json
+import math
 import re
 from typing import Any
 
@@ -19,10 +20,10 @@ from ptjax.verify import worker
 
 _MAX_ANSWER_CHARS = 20_000
 _ANYTHING = re.compile(r'.*', re.DOTALL)
-_ARITHMETIC = re.compile(r'(?!.*\*\s*\*)(?!.*\d{20})[\d\s+\-*/().×÷]{1,200}')
+_ARITHMETIC = re.compile(r'(?s)(?!.*\*\s*\*)(?!.*\d{20})[\d\s+\-*/().×÷]{1,200}')
 # Names are the families' variables and functions; exponents are small and never stacked, so that expansion ends.
 _SYMBOLIC = re.compile(
-    r'(?!.*\d{20})(?:\b(?:[A-Za-z]|sin|cos|tan|exp|log|sqrt|asin|acos|atan|sinh|cosh|tanh|pi)\b|\d+(?:\.\d+)?'
+    r'(?s)(?!.*\d{20})(?:\b(?:[A-Za-z]|sin|cos|tan|exp|log|sqrt|asin|acos|atan|sinh|cosh|tanh|pi)\b|\d++(?:\.\d++)?+'
     r'|[\s+\-/(),]|\*\*\s*(?:\d{1,2}|\(\s*-?\d{1,2}(?:\s*/\s*\d{1,2})?\s*\))(?!\s*\*\s*\*|\d)|\*(?!\s*\*)){1,400}')
 # Families in which more than one answer can be right, with the only text their scorers are given.
 MANY_ANSWERS = {
@@ -50,6 +51,8 @@ MANY_ANSWERS = {
     'word_ladder': _ANYTHING,
 }
 _WORKERS = worker.WorkerPool(__name__, size=2)
+_TYPES = {'kind': str, 'family': str, 'level': int, 'seed': int, 'size': int, 'index': int, 'config': dict,
+          'metadata': dict}
 _FIELDS = {'answer', 'kind', 'family', 'level', 'config', 'seed', 'size', 'index', 'metadata'}
 
 
@@ -58,6 +61,8 @@ def check_exact(task: types.Task) -> None:
   if isinstance(task.reference, bool) or not isinstance(task.reference, (str, int, float)):
     raise ValueError(f'field "reference" must be text or a number for verifier {task.verifier!r}, not '
                      f'{task.reference!r:.60}')
+  if task.reference == '' or isinstance(task.reference, float) and not math.isfinite(task.reference):
+    raise ValueError(f'field "reference" {task.reference!r} is no answer')
 
 
 def check(task: types.Task) -> None:
@@ -68,11 +73,18 @@ def check(task: types.Task) -> None:
   unknown = sorted(set(task.reference) - _FIELDS)
   if unknown or 'answer' not in task.reference:
     raise ValueError(f'field "reference" needs "answer" and knows {sorted(_FIELDS)}; it has {sorted(task.reference)}')
+  for name, wanted in _TYPES.items():
+    if name in task.reference and not isinstance(task.reference[name], wanted):
+      raise ValueError(f'field "reference.{name}" must be {wanted.__name__}, not {task.reference[name]!r:.60}')
   answer, family = task.reference['answer'], task.reference.get('family')
   if not isinstance(answer, str) and not (answer is None and family in MANY_ANSWERS):
     raise ValueError(f'field "reference.answer" must be text, not {answer!r:.60}')
-  if task.reference.get('kind', 'text') not in answers.KINDS:
-    raise ValueError(f'field "reference.kind" must be one of {answers.KINDS}, not {task.reference["kind"]!r:.60}')
+  kind = task.reference.get('kind', 'text')
+  if kind not in answers.KINDS:
+    raise ValueError(f'field "reference.kind" must be one of {answers.KINDS}, not {kind!r:.60}')
+  stated = answers.extract(f'Answer: {answer}', kind)[0]
+  if answer is not None and kind != 'text' and not same(stated or '', answer, kind):
+    raise ValueError(f'field "reference.answer" {answer!r:.60} is not a {kind} as it is compared: nothing would pass')
 
 
 def verify_exact(task: types.Task, text: str) -> types.Verdict:

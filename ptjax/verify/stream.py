@@ -97,7 +97,7 @@ def _request(where: str, line: bytes) -> tuple[str | int, types.Task, str]:
   task = types.Task(id=str(record['id']), domain='', messages=(), verifier=record['verifier'], **rest)
   try:
     base.check(task)
-  except ValueError as e:
+  except (ValueError, TypeError, OverflowError, RecursionError) as e:
     raise ValueError(f'{where}: {e}') from e
   return record['id'], task, record['answer']
 

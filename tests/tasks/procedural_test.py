@@ -37,6 +37,8 @@ class MakeTest(parameterized.TestCase):
         verdict = grader.verify(task, task.demonstration)
         self.assertEqual((verdict.status, verdict.format_ok), ('pass', True), task)
         self.assertEqual(grader.verify(task, 'Answer: 987654').status, 'fail')
+        if task.reference['kind'] == 'list':  # nor does a copy of the question pay
+          self.assertEqual(grader.verify(task, question(task)).status, 'fail')
 
   def test_id_is_that_of_the_question_alone(self):
     [a] = [t for s in range(3) for t in procedural.make('products', split='train', count=250, seed=s)

@@ -61,10 +61,34 @@ class ExtractTest(parameterized.TestCase):
       ('The answer is:\n\n- -3\n- 12\n', '-3, 12', False),
       ('Here it is:\n1. made\n2. set\n3. run', 'made, set, run', False),
       ('* one\n* two', 'one, two', False),
+      ('1. 3\n\n2. 17\n\n3. 40', '3, 17, 40', False),
+      ('Answer:\n3\n17\n40', '3, 17, 40', False),
+      ('Answer: 3 17 40', '3, 17, 40', False),
+      ('Answer: 3 -> 17 -> 40', '3, 17, 40', False),
+      ("Answer: ['3', '17', '40']", '3, 17, 40', False),
+      ('\\boxed{\\text{cat}, \\text{dog}}', 'cat, dog', True),
+      ('Answer: 40, 3, 17 -> 3, 17, 40', '3, 17, 40', False),
+      ('Answer: cat, dog. These are sorted, as asked.', 'cat, dog', False),
+      ('Answer: cat, dog\nHope it is useful, thanks!', 'cat, dog', True),
+      ('Answer: the, to, and\nok', 'the, to, and', True),
+      ('Answer: 3, 17\nThe answer is sorted.', '3, 17', True),
+      ('Answer: 3, 17; 17, 3', None, False),
+      ('Answer: 3, 17 maybe 17, 3', None, False),
+      ('Answer: not 3, 17', None, False),
+      ('Answer: 50; 3, 17', None, False),
+      ('Answer: 3, 17 50', None, False),
+      ('\\boxed{17, 3 or 3, 17}', None, False),
+      ('17, 3 or 3, 17', None, False),
       ('cat dog', None, False),
   )
   def test_list(self, text, answer, format_ok):
     self.assertEqual(answers.extract(text, 'list'), (answer, format_ok))
+
+  @parameterized.parameters(
+      ('1' + ',111' * 8000 + ',1', 'number'), ('a' * 40_000, 'list'), ('a.' * 20_000, 'list'), (' ' * 40_000, 'list'),
+      ('- a\n' * 10_000, 'list'), ('1 ' * 20_000, 'list'))
+  def test_no_text_takes_long(self, text, kind):
+    answers.extract(text, kind)  # hours, were the patterns to try every way to split it
 
   @parameterized.parameters(
       ('Answer: 1 0\n0 1\n', '1 0\n0 1', True),

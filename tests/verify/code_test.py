@@ -112,6 +112,15 @@ class CallTest(parameterized.TestCase):
     self.assertEqual(verify(task, 'def f(x):\n  return 0.1 + 0.2').status, 'pass')
     self.assertEqual(verify(task, 'def f(x):\n  return 0.31').status, 'fail')
 
+  @parameterized.parameters(
+      dict(limits={'wall_s': 10**400}), dict(limits={'cpu_s': 1e300}), dict(limits={'memory_mb': 10**15}),
+      dict(files={'../x': 'a'}), dict(files={'': 'a'}), dict(files={'a\0b': 'a'}), dict(files={'a' * 300: 'a'}),
+      dict(files={'a': '\ud800'}), dict(tests={'style': 'call', 'text': '[' * 100_000}))
+  def test_what_no_job_could_have_is_named_before_any_runs(self, **fields):
+    given = {'tests': call_task([([1], 1)]).tests, **fields}
+    with self.assertRaisesRegex(ValueError, f'field "{next(iter(fields))}'):
+      code.check(types.Task('t', 'd', (), 'code', **given))
+
   def test_files_are_there(self):
     task = types.Task('t', 'd', (), 'code', tests=call_task([([1], 'hello')]).tests, files={'data/a.txt': 'hello'})
     self.assertEqual(verify(task, 'def f(x):\n  return open("data/a.txt").read()').status, 'pass')

@@ -45,9 +45,17 @@ class ExactTest(parameterized.TestCase):
 
   def test_reference_is_checked(self):
     for reference in (None, True, ['1'], {'answer': 1}, {'answer': None, 'family': 'gcd'},
-                      {'answer': '1', 'seeds': 1}, {'answer': '1', 'kind': 'digit'}):
+                      {'answer': '1', 'seeds': 1}, {'answer': '1', 'kind': 'digit'}, '', float('inf'),
+                      {'answer': None, 'family': ['x']}, {'answer': '1', 'level': 'x'},
+                      {'answer': '3,17', 'kind': 'list'}, {'answer': '7', 'kind': 'list'}, {'answer': 'cat', 'kind': 'number'},
+                      {'answer': 'two words', 'kind': 'word'}):
       with self.assertRaisesRegex(ValueError, 'field "reference'):
         procedural.check(task(reference))
+
+
+  def test_an_answer_of_digits_without_end_is_looked_through_at_once(self):
+    reference = {'answer': 'x**2', 'kind': 'text', 'family': 'polynomial_multiplication'}
+    self.assertEqual(procedural.verify(task(reference), 'Answer: ' + '1111111111111111111 ' * 9 + '!').status, 'fail')
 
 
 class FamilyTest(parameterized.TestCase):

@@ -34,6 +34,11 @@ class SandboxUnavailable(RuntimeError):
   """No tier at or above `min_isolation` works here. The message names each failed probe and its fix."""
 
 
+# Above these a limit means nothing, or does not fit what the kernel takes.
+_MOST = {'wall_s': 1e6, 'cpu_s': 1e6, 'memory_mb': 1 << 20, 'pids': 1 << 20, 'output_bytes': 1 << 30,
+         'disk_mb': 1 << 20}
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
   """What one job may use, counted over all of its processes together."""
@@ -50,6 +55,8 @@ class Limits:
       value = getattr(self, field.name)
       if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float('inf'):
         raise ValueError(f'sandbox limit {field.name} = {value!r} must be a number > 0')
+      if value > _MOST[field.name]:
+        raise ValueError(f'sandbox limit {field.name} is {value!r:.20}; at most {_MOST[field.name]:.3g} can be kept')
       if field.type is int and value != int(value):
         raise ValueError(f'sandbox limit {field.name} = {value!r} must be a whole number')
       object.__setattr__(self, field.name, field.type(value))  # 16.0 is 16
@@ -228,12 +235,7 @@ def _request(argv, files, limits: Limits, env, collect) -> tuple[dict, list[byte
     raise ValueError(f'sandbox argv = {argv!r} must be a non-empty list of strings')
   if argv[0] == WARM_PYTHON and len(argv) < (3 if argv[1:2] == ['-c'] else 2):
     raise ValueError(f"sandbox argv = {argv!r}: {WARM_PYTHON} needs a script, or '-c' and code")
-  for path in (*files, *collect):
-    parts = path.split('/')
-    if path != posixpath.normpath(path) or parts[0] in ('', '.', '..') or '\0' in path or len(path) > 1000:
-      raise ValueError(f'sandbox file {path!r} must be a plain relative path')
-    if any(len(os.fsencode(part)) > 255 for part in parts) or any(parent in files for parent in _parents(path)):
-      raise ValueError(f'sandbox file {path!r} has a part that is too long, or another file above it')
+  check_paths(files, collect)
   for name, value in env.items():
     if not name or '=' in name or '\0' in name + value:
       raise ValueError(f'sandbox env {name!r} = {value!r} is not a valid variable')
@@ -246,6 +248,16 @@ def _request(argv, files, limits: Limits, env, collect) -> tuple[dict, list[byte
   request = {'argv': list(argv), 'files': [[path, len(blob)] for path, blob in zip(files, blobs)],
              'limits': dataclasses.asdict(limits), 'env': dict(env), 'collect': list(collect)}
   return request, blobs
+
+
+def check_paths(files: Mapping[str, bytes | str], collect: Sequence[str] = ()) -> None:
+  """Raises ValueError for a path that a job cannot have as a file of its working folder."""
+  for path in (*files, *collect):
+    parts = path.split('/')
+    if path != posixpath.normpath(path) or parts[0] in ('', '.', '..') or '\0' in path or len(path) > 1000:
+      raise ValueError(f'sandbox file {path!r} must be a plain relative path')
+    if any(len(os.fsencode(part)) > 255 for part in parts) or any(parent in files for parent in _parents(path)):
+      raise ValueError(f'sandbox file {path!r} has a part that is too long, or another file above it')
 
 
 def _parents(path: str) -> list[str]:
