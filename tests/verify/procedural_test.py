@@ -47,7 +47,8 @@ class ExactTest(parameterized.TestCase):
     for reference in (None, True, ['1'], {'answer': 1}, {'answer': None, 'family': 'gcd'},
                       {'answer': '1', 'seeds': 1}, {'answer': '1', 'kind': 'digit'}, '', float('inf'),
                       {'answer': None, 'family': ['x']}, {'answer': '1', 'level': 'x'},
-                      {'answer': '3,17', 'kind': 'list'}, {'answer': '7', 'kind': 'list'}, {'answer': 'cat', 'kind': 'number'},
+                      {'answer': '3,17', 'kind': 'list'}, {'answer': '7', 'kind': 'list'},
+                      {'answer': 'cat', 'kind': 'number'},
                       {'answer': 'two words', 'kind': 'word'}):
       with self.assertRaisesRegex(ValueError, 'field "reference'):
         procedural.check(task(reference))
