@@ -114,6 +114,8 @@ def _in_statement(line: str, kind: str) -> str | None:
 def _stated_list(text: str) -> str | None:
   """The list a statement gives: the first, or the one its equation or sentence ends in; a choice gives none."""
   found = _lists(text)
+  if not found:
+    return None
   head = _RESULT.split(text[:found[0].start()])[-1]
   tail = _ENDS.split(text[found[-1].end():])[0]
   if _HEDGE.search(head) or re.search(r'\d', found[0].group()) and re.search(r'\d', head + tail):

@@ -80,6 +80,7 @@ class ExtractTest(parameterized.TestCase):
       ('\\boxed{17, 3 or 3, 17}', None, False),
       ('17, 3 or 3, 17', None, False),
       ('cat dog', None, False),
+      ('so \\boxed{5} it is', None, False),
   )
   def test_list(self, text, answer, format_ok):
     self.assertEqual(answers.extract(text, 'list'), (answer, format_ok))
