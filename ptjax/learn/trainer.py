@@ -95,4 +95,4 @@ class Trainer:
 
   def merged(self):
     """The plain state of the present policy."""
-    return self._merge(self.graphdef, self.state.params, self.frozen)
+    return updates.settled(self._merge(self.graphdef, self.state.params, self.frozen))
