@@ -9,17 +9,14 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=$("$root/launch/venv.sh")
 logs=
 flags=()
-while (($#)); do
-  case $1 in
-    --workdir | --config) set -- "$1=${2:?$1 needs a value}" "${@:3}" ;;
-  esac
-  case $1 in
-    --workdir=*) logs=${1#--workdir=}; mkdir -p "$logs" ;;
+for arg in "$@"; do
+  case $arg in
+    --workdir=*) logs=${arg#--workdir=}; mkdir -p "$logs" ;;
     --config=*)  # one named from the repository works in any directory
-      if [ ! -e "${1#--config=}" ] && [ -e "$root/${1#--config=}" ]; then set -- "--config=$root/${1#--config=}" "${@:2}"; fi ;;
+      config=${arg#--config=}
+      if [ ! -e "$config" ] && [ -e "$root/$config" ]; then arg=--config=$root/$config; fi ;;
   esac
-  flags+=("$1")
-  shift
+  flags+=("$arg")
 done
 logs=${logs:-$(mktemp -d)}
 port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')

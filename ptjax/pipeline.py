@@ -222,7 +222,7 @@ def finished_stages(config, workdir: str) -> list[str]:
     if manifest.config['model.source'] != config.model.source:
       raise ValueError(f"{workdir} was trained from {manifest.config['model.source']!r}, not {config.model.source!r}; "
                        f"fix: --config.model.source={manifest.config['model.source']}")
-    if manifest.config[_SOURCE] != model_source.fingerprint(config.model.source, config.model.cache_dir):
+    if manifest.config.get(_SOURCE) != model_source.fingerprint(config.model.source, config.model.cache_dir):
       raise ValueError(f'{workdir} was trained from other contents of {config.model.source!r} than it has now; fix: '
                        'put them back, or train again in another --workdir')
     passed = manifest.gate is None or manifest.gate['passed'] or not config.gate.enabled

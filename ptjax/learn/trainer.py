@@ -81,8 +81,8 @@ class Trainer:
   def score(self, batches: Sequence[types.Batch], params=None) -> list[np.ndarray]:
     """logp_BT of each batch's trained tokens under `params` (default: the learner's), on the host."""
     params = self.state.params if params is None else params
-    # One after the other: programs that each wait for every device can starve each other on a host's few threads.
-    return [devices.fetch(self._score(params, self.frozen, self.place(b))) for b in batches]
+    placed = [devices.settled(self._score(params, self.frozen, self.place(b))) for b in batches]
+    return [devices.fetch(x) for x in placed]
 
   def with_reference(self, batches: Sequence[types.Batch]) -> list[types.Batch]:
     """The batches with ref_logp_BT filled in from the policy this stage started from."""
@@ -95,4 +95,4 @@ class Trainer:
 
   def merged(self):
     """The plain state of the present policy."""
-    return updates.settled(self._merge(self.graphdef, self.state.params, self.frozen))
+    return devices.settled(self._merge(self.graphdef, self.state.params, self.frozen))

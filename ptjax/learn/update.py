@@ -17,6 +17,7 @@ import optax
 
 from ptjax import types
 from ptjax.models import scoring
+from ptjax.runtime import devices
 
 # (logp_BT, entropy_BT, batch) -> (sum, weight, {name: (sum, weight)}); a name ending in _max is reduced by maximum and
 # holds (value, 1).
@@ -78,17 +79,12 @@ def make_update(graphdef: nnx.GraphDef, objective: Objective, optimizer: optax.G
     return state, dict(means, weight=weight, grad_norm=optax.global_norm(grads))
 
   def update(state, frozen, batches):
-    so_far = settled(zeros(state.params, frozen, batches[0]))
+    so_far = devices.settled(zeros(state.params, frozen, batches[0]))
     for batch in batches:
-      so_far = settled(accumulate(so_far, state.params, frozen, batch))
-    return settled(apply(state, *so_far))
+      so_far = devices.settled(accumulate(so_far, state.params, frozen, batch))
+    return devices.settled(apply(state, *so_far))
 
   return update
-
-
-def settled(x):
-  """`x`; on a host's CPUs once it is computed, since programs in flight together can starve each other of threads."""
-  return jax.block_until_ready(x) if jax.default_backend() == 'cpu' else x
 
 
 def make_score(graphdef: nnx.GraphDef, *, temperature: float, loss_tokens: int):

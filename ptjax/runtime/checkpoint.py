@@ -248,7 +248,7 @@ def _all_bit_sums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _bit_sums(arrays: dict[str, Any]) -> dict[str, int]:
-  # One program: many in flight that each wait for every device can starve each other where devices share few threads.
+  # One program, not one for each array: see devices.settled.
   return {name: int(x) for name, x in jax.device_get(_all_bit_sums(arrays)).items()}
 
 

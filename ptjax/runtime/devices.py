@@ -313,6 +313,15 @@ class Interrupt:
     return bool(np.any(multihost_utils.process_allgather(np.asarray([self.received], np.int32))))
 
 
+def settled(x):
+  """`x`, on a host's CPUs once it is computed.
+
+  CPU devices of one process share its threads, and programs in flight together that each wait for every device have
+  been seen to starve each other for ever.
+  """
+  return jax.block_until_ready(x) if jax.default_backend() == 'cpu' else x
+
+
 def fetch(x: jax.Array) -> np.ndarray:
   """The whole array on the host of every process; a collective when its shards lie on several."""
   if x.is_fully_addressable:

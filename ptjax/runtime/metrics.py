@@ -40,7 +40,8 @@ class Metrics:
     self._last_step = resume_step
     self._path = os.path.join(workdir, FILE_NAME)
     os.makedirs(workdir, exist_ok=True)
-    _drop_after(self._path, stage, resume_step)
+    kept = [record for record in _drop_after(self._path, stage, resume_step) if record['stage'] == stage]
+    self.last = kept[-1] if kept else {}  # the line of the last step that is kept
     self._file = open(self._path, 'a', encoding='utf-8')
     self._events = tensorboardX.SummaryWriter(
         os.path.join(workdir, 'tensorboard', stage), purge_step=resume_step + 1, flush_secs=10)
@@ -208,10 +209,10 @@ def _read_lines(path: str) -> list[dict[str, Any]]:
   return records
 
 
-def _drop_after(path: str, stage: str, step: int) -> None:
-  """Rewrites the file, whole or not at all, without the stage's lines past `step` and without a torn last line."""
+def _drop_after(path: str, stage: str, step: int) -> list[dict[str, Any]]:
+  """Rewrites the file, whole or not at all, without the stage's lines past `step` and a torn last one; returns it."""
   if not os.path.exists(path):
-    return
+    return []
   records = _read_lines(path)
   kept = [record for record in records if record['stage'] != stage or record['step'] <= step]
   with open(f'{path}.partial', 'w', encoding='utf-8') as f:
@@ -221,6 +222,7 @@ def _drop_after(path: str, stage: str, step: int) -> None:
   os.replace(f'{path}.partial', path)
   if len(kept) < len(records):
     logging.info('%s: %d lines of %s past step %d dropped', path, len(records) - len(kept), stage, step)
+  return kept
 
 
 def _short(value: Any) -> str:

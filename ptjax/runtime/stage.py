@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from absl import logging
 
-from ptjax.runtime import devices, metrics
+from ptjax.runtime import devices
 from ptjax.runtime.checkpoint import Checkpoints
 from ptjax.runtime.metrics import Metrics, Progress
 
@@ -98,10 +98,8 @@ class Stage:
       partial.write_text(''.join(kept), encoding='utf-8')
       os.replace(partial, self._rollouts)
     self._metrics = Metrics(self.workdir, self.name, resume_step=start - 1)
-    for record in metrics.read(self.workdir):
-      if record['stage'] == self.name:
-        self.last = {name: value for name, value in record.items()
-                     if name.count('/') == 1 and isinstance(value, (int, float))}
+    self.last = {name: value for name, value in self._metrics.last.items()
+                 if name.count('/') == 1 and isinstance(value, (int, float))}  # as `log` keeps them
     self._progress = Progress(self.name, total, start)
     both = contextlib.ExitStack()
     both.enter_context(self._metrics)

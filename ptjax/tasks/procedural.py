@@ -99,7 +99,8 @@ DOMAINS = {
         'What is {expression}?', 'number'),
     'letter_counting': Domain(
         'letter_counting', ({'min_words': 2, 'max_words': 4}, {'min_words': 5, 'max_words': 9}),
-        'How many times does the letter "{target_letter}" appear in "{span}"?', 'number', _plain_span, ' '),
+        'How many times does the letter "{target_letter}" appear in "{span}"?', 'number', _plain_span,
+        between=' '),
     'gcd': Domain(
         'gcd',
         ({'min_numbers': 2, 'max_numbers': 2, 'min_value': 2, 'max_value': 30},

@@ -54,8 +54,8 @@ def extract(text: str, kind: str) -> tuple[str | None, bool]:
   r"""The last stated answer and whether it was stated in the asked form.
 
   The order is: the last `Answer: x` (`answer is x` counts as a statement, though not as the asked form), else the
-  last \boxed{x}, else by kind the last number, the last word, the last list with commas, or the whole text. A
-  list comes back with ', ' between its items.
+  last \boxed{x}, else by kind the last number, the last word, the last list, or the whole text. A list comes
+  back with ', ' between its items.
 
   Args:
     text: the completion.
@@ -71,7 +71,7 @@ def extract(text: str, kind: str) -> tuple[str | None, bool]:
     raise ValueError(f'answer kind {kind!r} is not one of {KINDS}')
   if kind == 'text':
     return _extract_text(text)
-  text, empty = text[-_MAX_CHARS:], False
+  text, states_nothing = text[-_MAX_CHARS:], False
   for match in reversed(list(_STATED.finditer(text))):
     line = text[match.end():].split('\n')[0]
     value_in = text[match.end():] if kind == 'list' else line
@@ -79,8 +79,8 @@ def extract(text: str, kind: str) -> tuple[str | None, bool]:
       answer = _in_statement(value_in, kind)
       plain = line.strip(' .*`"\'$')
       return answer, (plain if kind == 'list' else plain.replace(',', '')) == answer and _asked_form(match)
-    empty |= bool(line.strip())
-  if empty:
+    states_nothing |= bool(line.strip())
+  if states_nothing:
     return None, False
   box = last_box(text)
   if box is not None:
@@ -136,12 +136,17 @@ def _stated_list(text: str) -> str | None:
 
 
 def _last(text: str, kind: str) -> str | None:
+  if kind == 'list':
+    return _last_list(_tidied(text))
   values = _values(text, kind)
-  if kind == 'list' and len(values) > 1:
-    before, last = _lists(_tidied(text))[-2:]
-    if _HEDGE.search(_tidied(text)[before.end():last.start()]):
-      return None
   return values[-1] if values else None
+
+
+def _last_list(text: str) -> str | None:
+  found = _lists(text)
+  if not found or len(found) > 1 and _HEDGE.search(text[found[-2].end():found[-1].start()]):
+    return None
+  return _joined(found[-1])
 
 
 def _values(text: str, kind: str) -> list[str]:

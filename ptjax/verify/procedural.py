@@ -53,7 +53,7 @@ MANY_ANSWERS = {
 _WORKERS = worker.WorkerPool(__name__, size=2)
 _TYPES = {'kind': str, 'family': str, 'level': int, 'seed': int, 'size': int, 'index': int, 'config': dict,
           'metadata': dict}
-_FIELDS = {'answer', 'kind', 'family', 'level', 'config', 'seed', 'size', 'index', 'metadata'}
+_FIELDS = {'answer', *_TYPES}
 
 
 def check_exact(task: types.Task) -> None:
@@ -82,8 +82,8 @@ def check(task: types.Task) -> None:
   kind = task.reference.get('kind', 'text')
   if kind not in answers.KINDS:
     raise ValueError(f'field "reference.kind" must be one of {answers.KINDS}, not {kind!r:.60}')
-  stated = answers.extract(f'Answer: {answer}', kind)[0]
-  if answer is not None and kind != 'text' and not same(stated or '', answer, kind):
+  if answer is not None and kind != 'text' and not same(
+      answers.extract(f'Answer: {answer}', kind)[0] or '', answer, kind):
     raise ValueError(f'field "reference.answer" {answer!r:.60} is not a {kind} as it is compared: nothing would pass')
 
 

@@ -23,7 +23,7 @@ from ptjax.data import tokenizer as tokenizer_lib
 from ptjax.models import families
 from ptjax.weights import layout
 
-INDEX = 'model.safetensors.index.json'
+SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
 SHARD_BYTES = 5_000_000_000
 
 
@@ -63,6 +63,8 @@ class Directory:
   def _shards(self) -> list[pathlib.Path]:
     if (self.path / INDEX).is_file():
       names = sorted(set(_read_json(self.path / INDEX)['weight_map'].values()))
+    elif (self.path / SINGLE).is_file():  # others beside it are not the model's, as transformers takes it
+      names = [SINGLE]
     else:
       names = sorted(file.name for file in self.path.glob('*.safetensors'))
     if not names:
@@ -112,7 +114,7 @@ def _write_shards(scratch, config, params, shard_bytes: int) -> None:
         shards, size = shards + [{}], 0
       shards[-1][name] = (variable, index, in_rank)
       size += tensor_bytes
-  names = ['model.safetensors'] if len(shards) == 1 else [
+  names = [SINGLE] if len(shards) == 1 else [
       f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors' for i in range(len(shards))]
   for file, entries in zip(names, shards, strict=True):
     tensors = {name: layout.to_stored(_fetch(v, index), rank) for name, (v, index, rank) in entries.items()}
@@ -134,7 +136,7 @@ def _fetch(variable: nnx.Variable, index: tuple) -> np.ndarray:
 def _move_in(scratch: pathlib.Path, directory: pathlib.Path) -> None:
   """Replaces an older export; config.json, by which a directory is recognised, comes last."""
   (directory / 'config.json').unlink(missing_ok=True)
-  for stale in (*directory.glob('model.safetensors'), *directory.glob('model-?????-of-?????.safetensors'),
+  for stale in (*directory.glob(SINGLE), *directory.glob('model-?????-of-?????.safetensors'),
                 directory / INDEX, directory / 'chat_template.jinja'):
     stale.unlink(missing_ok=True)
   for file in sorted(scratch.iterdir(), key=lambda f: f.name == 'config.json'):

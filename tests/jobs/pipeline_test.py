@@ -175,6 +175,11 @@ class PipelineTest(absltest.TestCase):
       with self.subTest(job=job, line=line), self.assertRaisesRegex(AssertionError, f'(?s):1.*{message}'):
         run(f'--job={job}', f'--workdir={self.workdir}', stdin=line)
 
+  def test_a_prompt_without_room_for_what_is_asked_is_named(self):
+    line = json.dumps({'id': 'long', 'prompt': 'a' * 240})
+    with self.assertRaisesRegex(AssertionError, "'long': .*--config.sampler.max_context="):
+      run('--job=generate', f'--workdir={self.workdir}', '--config.generate.max_tokens=64', stdin=line)
+
   def test_export_loads_as_a_directory_with_the_same_scores(self):
     line = json.dumps({'id': 1, 'token_ids': [5, 6, 7, 8]})
     want = json.loads(run('--job=score', f'--workdir={self.workdir}', stdin=line))

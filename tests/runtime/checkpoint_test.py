@@ -158,6 +158,14 @@ class CheckpointTest(parameterized.TestCase):
       restored, _, step = saves.restore_latest({'w': w})
     self.assertEqual((step, bits(restored)), (1, bits({'w': w})))
 
+  def test_a_file_that_may_not_be_read_is_not_called_damaged(self):
+    with checkpoint.Checkpoints(self.directory) as saves:
+      saves.save(1, {'w': jnp.ones(3)}, {})
+    with checkpoint.Checkpoints(self.directory) as saves:
+      with mock.patch.object(checkpoint.ocp.CheckpointManager, 'restore', side_effect=PermissionError('not yours')):
+        with self.assertRaisesRegex(RuntimeError, 'could not be read, which says nothing about the files: .*not yours'):
+          saves.restore_latest({'w': jnp.ones(3)})
+
   def test_too_little_room_is_found_before_anything_is_written(self):
     with checkpoint.Checkpoints(self.directory) as saves:
       saves.save(1, {'w': jnp.ones(1000)}, {})
