@@ -172,13 +172,12 @@ def domain_weights(config, train) -> dict[str, float]:
 
 def check_prompts(config, parts: Parts, stages: Sequence[str]) -> None:
   """Raises ValueError, before any work, for a task whose prompt leaves too little room for what it will be asked."""
-  rl, context = config.rl, ('sampler.max_context', config.sampler.max_context)
+  context = ('sampler.max_context', config.sampler.max_context)
   asked = [(parts.heldout_tasks, 'eval', config.eval.max_tokens, [context])]
-  train = [task for levels in parts.train_tasks.values() for tasks in levels.values() for task in tasks]
-  if 'dpo' in stages and not config.dpo.data:
-    asked.append((train, 'rl', rl.max_tokens, [context]))
-  if 'rl' in stages:
-    asked.append((train, 'rl', rl.max_tokens, [context, ('rl.seq_len', rl.seq_len)]))
+  if 'rl' in stages or 'dpo' in stages and not config.dpo.data:
+    train = [task for levels in parts.train_tasks.values() for tasks in levels.values() for task in tasks]
+    row = [('rl.seq_len', config.rl.seq_len)] if 'rl' in stages else []
+    asked.append((train, 'rl', config.rl.max_tokens, [context, *row]))
   for tasks, section, max_tokens, limits in asked:
     for task in tasks:
       need = len(chat.encode_prompt(parts.tokenizer, task.messages)) + max_tokens

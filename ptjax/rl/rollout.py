@@ -78,4 +78,3 @@ def _shown(task: types.Task):
   """The right answer as a reader wants it; a task graded by tests has only an example of one."""
   reference = task.reference['answer'] if isinstance(task.reference, dict) else task.reference
   return task.demonstration if reference is None else reference
-
