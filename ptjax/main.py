@@ -42,6 +42,8 @@ JOBS = {
     'score': ('ptjax.jobs', 'score', True, False),
     'export': ('ptjax.jobs', 'export', True, False),
     'verify': ('ptjax.verify.stream', 'job', False, False),
+    'sandbox_check': ('ptjax.verify.sandbox_check', 'job', False, False),
+    'bench_verify': ('ptjax.verify.bench_verify', 'job', False, False),
 }
 
 

@@ -21,7 +21,7 @@ class Task:
   messages: tuple[dict, ...]  # the prompt: {"role", "content"} in chat order
   verifier: str  # a row of ptjax.verify.base.VERIFIERS
   reference: Any = None  # what the verifier compares with; never shown to the policy
-  tests: dict | None = None  # {"style": call|stdio|asserts|unittest|pytest, "text"}
+  tests: dict | None = None  # {"style": call|stdio|asserts|unittest|pytest, "text", "language", "credit"}
   files: dict = dataclasses.field(default_factory=dict)
   limits: dict = dataclasses.field(default_factory=dict)  # sandbox.Limits fields
   level: int = 0  # difficulty, 0 is easiest

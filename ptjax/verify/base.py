@@ -22,6 +22,7 @@ from absl import logging
 
 from ptjax import types
 from ptjax.verify import code
+from ptjax.verify import languages
 from ptjax.verify import math
 from ptjax.verify import procedural
 from ptjax.verify import sandbox
@@ -53,7 +54,8 @@ VERIFIERS = {
     'exact': Row(procedural.verify_exact, procedural.check_exact, ('procedural.py', 'answers.py')),
     'math': Row(math.verify, procedural.check_exact, ('math.py', 'math_policy.py', 'answers.py', 'worker.py'),
                 ('math-verify', 'latex2sympy2_extended', 'sympy')),
-    'code': Row(code.verify, code.check, ('code.py', 'code_server.py', 'code_tests.py', 'plain_values.py'),
+    'code': Row(code.verify, code.check,
+                ('code.py', 'code_server.py', 'code_tests.py', 'languages.py', 'plain_values.py'), ('pytest',),
                 sandboxed=True),
     'procedural': Row(procedural.verify, procedural.check, ('procedural.py', 'answers.py', 'worker.py'),
                       ('reasoning-gym',)),
@@ -149,7 +151,8 @@ class VerifierPool:
   def _sandbox(self) -> sandbox.Sandbox:
     with self._lock:
       if self._box is None:
-        self._box = sandbox.Sandbox(min_isolation=self._min_isolation, workers=self._workers)
+        self._box = sandbox.Sandbox(min_isolation=self._min_isolation, workers=self._workers,
+                                    readable=languages.readable())
       return self._box
 
 

@@ -1,9 +1,10 @@
-"""Grades Python solutions by tests, so that a solution cannot forge its verdict.
+"""Grades solutions by tests, so that a solution cannot forge its verdict.
 
 The solution runs in a sandbox of its own and answers calls made by value; what it should answer never enters that
 sandbox. `call` and `stdio` results are compared here. Tests that are programs run in a second sandbox, where the
 module `solution` is a proxy that forwards calls. Only plain values cross (numbers, text, bytes and containers of
-them, type for type): tests that need the solution's own classes, generators or patches cannot pass here.
+them, type for type): tests that need the solution's own classes, generators or patches cannot pass here. Solutions in
+other languages (languages.LANGUAGES) are built in a job of their own and take stdio tests.
 """
 
 import ast
@@ -23,14 +24,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from ptjax import types
+from ptjax.verify import languages
 from ptjax.verify import plain_values
 from ptjax.verify import sandbox
 
 STYLES = ('call', 'stdio', 'asserts', 'unittest', 'pytest')
+CREDITS = ('all', 'fraction')  # a score of 1 or 0; or the fraction of the tests that passed
+_FIELDS = {'style', 'text', 'language', 'credit'}
 _PROGRAMS = {name: (pathlib.Path(__file__).parent / name).read_text()
              for name in ('plain_values.py', 'code_server.py', 'code_tests.py')}
 _TESTS_START_S = 6.0
-_OURS = {*_PROGRAMS, 'solution.py', 'tests.py'}
+_OURS = {*_PROGRAMS, 'solution', 'solution.py', 'tests.py', *(row.source for row in languages.LANGUAGES.values())}
 _PYTEST_PACKAGES = ('pytest', '_pytest', 'py', 'pluggy', 'iniconfig', 'packaging', 'pygments')
 _LEXERS = ('__init__.py', '_mapping.py', 'python.py', 'diff.py')
 _MAX_SOURCE_CHARS = 1 << 16
@@ -48,15 +52,20 @@ class _Malformed(Exception):
   """The solution broke the protocol: it wrote to the channel itself, or ended early."""
 
 
-def extract_code(text: str, entry: str | None = None) -> tuple[str, bool]:
-  """The Python source in a completion and whether it was given in the asked form: code and nothing else.
+def extract_code(text: str, entry: str | None = None, language: str = 'python') -> tuple[str, bool]:
+  """The source in a completion and whether it was given in the asked form: code and nothing else.
 
   A ``` block wins over raw text: the last one that defines `entry`; else the last that parses, one marked as Python
   or with a definition, an import or a print first; else the last one. Raw text that does not parse loses the prose
-  before its first code line and after its last good one.
+  before its first code line and after its last good one. In other languages the last block marked as such wins, else
+  the last unmarked one, else the last one; raw text is taken whole.
   """
   text = text[:_MAX_SOURCE_CHARS].replace('\r\n', '\n')
   blocks = list(_FENCE.finditer(text))
+  if language != 'python':
+    marked = [b for b in blocks if b.group(1).lower() in languages.lookup(language).marks]
+    block = (marked or [b for b in blocks if not b.group(1)] or blocks or [None])[-1]
+    return (text, bool(text.strip())) if block is None else (block.group(2), block.group().strip() == text.strip())
   if blocks:
     defining = [b for b in blocks if entry and re.search(rf'^\s*(?:async\s+)?def\s+{re.escape(entry)}\b',
                                                          b.group(2), re.MULTILINE)]
@@ -81,8 +90,13 @@ def extract_code(text: str, entry: str | None = None) -> tuple[str, bool]:
 def check(task: types.Task) -> None:
   """Raises ValueError, naming the field, unless tests, files and limits are what `verify` takes."""
   tests = task.tests if isinstance(task.tests, dict) else {}
-  if set(tests) != {'style', 'text'} or _style(tests) not in STYLES or not isinstance(tests['text'], str):
-    raise ValueError(f'field "tests" must be {{"style": one of {STYLES}, "text": text}}, not {task.tests!r:.60}')
+  unknown = {'style', 'text'} - set(tests) or set(tests) - _FIELDS
+  if unknown or _style(tests) not in STYLES or not isinstance(tests['text'], str):
+    raise ValueError(f'field "tests" must be {{"style": one of {STYLES}, "text": text}}, and may have "language" and '
+                     f'"credit", not {task.tests!r:.60}')
+  if tests.get('credit', 'all') not in CREDITS:
+    raise ValueError(f'field "tests.credit" must be one of {CREDITS}, not {tests["credit"]!r:.60}')
+  _check_language(tests.get('language', 'python'), _style(tests))
   if _style(tests) in ('call', 'stdio'):
     _cases(tests['text'], _style(tests))
   elif not _parses(tests['text']):
@@ -98,28 +112,46 @@ def check(task: types.Task) -> None:
   make_limits(task.limits)
 
 
+def _check_language(language: str, style: str) -> None:
+  if not isinstance(language, str):
+    raise ValueError(f'field "tests.language" must be text, not {language!r:.60}')
+  if language == 'python':
+    return
+  try:
+    languages.lookup(language)
+  except ValueError as e:
+    raise ValueError(f'field "tests.language": {e}') from e
+  if style != 'stdio':
+    raise ValueError(f'field "tests.language" {language!r} takes tests of style stdio only, not {style!r}')
+
+
 def verify(task: types.Task, text: str, box: sandbox.Sandbox) -> types.Verdict:
   """Runs `task.tests` against the solution in a completion; passes when all tests pass and there is at least one.
 
   Returns:
-    Verdict with score 1 or 0; evidence has `tests`, `passed` and the first failure.
+    Verdict with score 1 or 0, or with the fraction of tests that passed where `tests.credit` says so; evidence has
+    `tests`, `passed`, the first failure, and the limit that ended the solution.
   Raises:
     sandbox.SandboxError: the host broke; nothing is known about the solution.
   """
-  style, limits = _style(task.tests), make_limits(task.limits)
+  style, limits, language = _style(task.tests), make_limits(task.limits), task.tests.get('language', 'python')
   spec = _cases(task.tests['text'], style) if style in ('call', 'stdio') else {}
-  source, format_ok = extract_code(text, spec.get('entry'))
-  files = {**task.files, 'solution.py': source.encode('utf-8', 'replace')}
+  source, format_ok = extract_code(text, spec.get('entry'), language)
+  solution = source.encode('utf-8', 'replace')
+  files = {**task.files, 'solution.py': solution}
   if style == 'call':
     outcome = _grade_calls(files, spec, limits, box)
+  elif language != 'python':
+    outcome = _grade_built(language, solution, task.files, spec, limits, box)
   elif style == 'stdio':
-    outcome = _grade_stdio(files, spec, limits, box)
+    outcome = _grade_stdio(languages.Program((sandbox.WARM_PYTHON, 'solution.py'), files, {}), spec, limits, box)
   else:
     outcome = _grade_program(files, style, task.tests['text'], limits, box)
   limit = outcome.get('limit', '')
   right = not limit and outcome['tests'] >= 1 and outcome['passed'] == outcome['tests']
   status = 'timeout' if limit in ('limit:time', 'limit:cpu') else 'pass' if right else 'fail'
-  return types.Verdict(status, float(right), dict(outcome, style=style), format_ok=format_ok)
+  score = outcome['passed'] / max(outcome['tests'], 1) if task.tests.get('credit') == 'fraction' else float(right)
+  return types.Verdict(status, score, dict(outcome, style=style), format_ok=format_ok)
 
 
 def _style(tests: dict) -> str:
@@ -339,11 +371,21 @@ def _decode(reply: dict) -> tuple[Any, str]:
     raise _Malformed(f'a value that cannot be read: {type(e).__name__}') from e
 
 
-def _grade_stdio(files: dict, spec: dict, limits: sandbox.Limits, box: sandbox.Sandbox) -> dict:
+def _grade_built(language: str, source: bytes, files: dict, spec: dict, limits: sandbox.Limits,
+                 box: sandbox.Sandbox) -> dict:
+  try:
+    program = languages.build(language, source, files, box, most_bytes=limits.disk_mb << 19)  # half of its disk
+  except languages.BuildFailed as e:
+    outcome = {'tests': len(spec['cases']), 'passed': 0, 'failure': str(e)}
+    return dict(outcome, limit=e.limit) if e.limit else outcome
+  return _grade_stdio(program, spec, limits, box)
+
+
+def _grade_stdio(program: languages.Program, spec: dict, limits: sandbox.Limits, box: sandbox.Sandbox) -> dict:
   outcome = {'tests': len(spec['cases']), 'passed': 0}
   for stdin, expected in spec['cases']:
-    result = box.run([sandbox.WARM_PYTHON, 'solution.py'], files=files, limits=limits,
-                     stdin=stdin.encode('utf-8', 'replace'))
+    result = box.run(program.argv, files=program.files, limits=limits, stdin=stdin.encode('utf-8', 'replace'),
+                     env=program.env)
     if result.verdict != 'contained':
       outcome['limit'] = result.verdict
       break

@@ -116,13 +116,14 @@ def run_asserts(source, solution):
   taken = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} & set(dir(builtins)) & set(namespace)
   if taken:
     return {'tests': 1, 'passed': 0, 'failure': 'the solution redefines %s, which the tests use' % sorted(taken)}
+  asserts = sum(isinstance(node, ast.Assert) for node in ast.walk(tree))
   tree = ast.fix_missing_locations(_CountAsserts().visit(tree))
   try:
     exec(compile(tree, 'tests.py', 'exec'), namespace)  # pylint: disable=exec-used
   except BaseException as e:  # pylint: disable=broad-except
-    # What failed is the last assert reached, or what came after it.
-    tests = max(reached[0], 1)
-    return {'tests': tests, 'passed': tests - 1, 'failure': failure_of(e)}
+    # What failed is the last assert reached, or what came after it; those not reached count as well.
+    passed = max(reached[0] - 1, 0)
+    return {'tests': max(reached[0], asserts, 1), 'passed': passed, 'failure': failure_of(e)}
   return {'tests': reached[0], 'passed': reached[0]}
 
 
