@@ -9,6 +9,8 @@ named; fall back to a weaker tier on its own; call a broken host the program's f
 """
 
 import asyncio
+import collections
+import concurrent.futures
 import dataclasses
 import os
 import posixpath
@@ -96,6 +98,38 @@ def _choose(tier: str, min_isolation: str) -> str:
   raise SandboxUnavailable(f'no sandbox: tier = {tier!r}, min_isolation = {min_isolation!r}\n' + '\n'.join(failures))
 
 
+class _Places:
+  """A semaphore that is fair: whoever has waited longest comes first."""
+
+  def __init__(self, count: int):
+    self._free, self._waiting, self._lock = count, collections.deque(), threading.Lock()
+
+  def acquire(self):
+    with self._lock:
+      if self._free:
+        self._free -= 1
+        return
+      turn = threading.Event()
+      self._waiting.append(turn)
+    try:
+      turn.wait()
+    except BaseException:  # such as Ctrl-C: whoever is next must not wait for this one
+      with self._lock:
+        waited = turn in self._waiting
+        if waited:
+          self._waiting.remove(turn)
+      if not waited:
+        self.release()
+      raise
+
+  def release(self):
+    with self._lock:
+      if self._waiting:
+        self._waiting.popleft().set()
+      else:
+        self._free += 1
+
+
 class Sandbox:
   """A pool of isolated workers; safe to call from many threads. Use as a context manager, or call `close`.
 
@@ -120,9 +154,11 @@ class Sandbox:
       logging.warning('SANDBOX TIER none: jobs run UNPROTECTED and can do whatever this user can')
     self.interpreter = tiers.interpreter_of(self.tier)[0]  # the Python that jobs can surely execute
     self._readable = tuple(readable)
-    self._places = threading.Semaphore(workers or len(os.sched_getaffinity(0)))
+    workers = workers or len(os.sched_getaffinity(0))
+    self._places = _Places(workers)
+    self._threads = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix='sandbox')  # of run_async
     self._lock = threading.Lock()
-    self._idle: list = []
+    self._idle: collections.deque = collections.deque()  # the one that has had most time to get ready comes first
     self._busy: set = set()
     self._closed = False
 
@@ -145,12 +181,25 @@ class Sandbox:
     Raises:
       ValueError: a malformed argument. SandboxError: the host broke.
     """
-    with self._launch(argv, files, limits, stdin, env, collect, channel=False, beside=None) as job:
+    with self._start(argv, files, limits, stdin, env, collect) as job:
       return job.finish()
 
   async def run_async(self, *args, **kwargs) -> JobResult:
-    """`run` without blocking the event loop."""
-    return await asyncio.to_thread(self.run, *args, **kwargs)
+    """`run` without blocking the event loop; a call that is cancelled kills its job."""
+    cancelled, started = threading.Event(), []
+
+    def work():
+      with self._start(*args, **kwargs) as job:
+        started.append(job)
+        return job.kill() if cancelled.is_set() else job.finish()
+
+    try:
+      return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    except asyncio.CancelledError:
+      cancelled.set()
+      for job in started:
+        job.stop()
+      raise
 
   def start(self, argv: Sequence[str], files: Mapping[str, bytes | str] | None = None, limits: Limits = Limits(),
             stdin: bytes = b'', env: Mapping[str, str] | None = None, collect: Sequence[str] = (),
@@ -160,33 +209,35 @@ class Sandbox:
     A pool of n workers runs n jobs; a caller that needs two jobs at once names the first as `beside` for the second,
     which then starts without waiting for a place (two callers that each wait for a second place would never end).
     """
-    return self._launch(argv, files, limits, stdin, env, collect, channel=True, beside=beside)
+    return self._start(argv, files, limits, stdin, env, collect, channel=True, beside=beside)
 
   def close(self) -> None:
     """Kills what runs and frees everything. Calls in flight raise SandboxError."""
     with self._lock:
       self._closed = True
-      idle, busy, self._idle, self._busy = self._idle, self._busy, [], set()
+      idle, busy, self._idle, self._busy = self._idle, self._busy, collections.deque(), set()
     for worker in busy:
       worker.hang_up()  # its Job closes it
     for worker in idle:
       worker.close()
     for worker in busy:
       worker.wait()
+    self._threads.shutdown(wait=False, cancel_futures=True)
 
-  def _launch(self, argv, files, limits, stdin, env, collect, channel: bool, beside: Job | None) -> Job:
-    request, blobs = _request(argv, files or {}, limits, env or {}, collect)
+  def _start(self, argv, files=None, limits=Limits(), stdin=b'', env=None, collect=(), channel=False,
+             beside: Job | None = None) -> Job:
+    job = (*_request(argv, files or {}, limits, env or {}, collect), stdin, channel)
     counted = beside is None
     if counted:
       self._places.acquire()
     try:
-      return self._start_in(request, blobs, stdin, channel, counted)
+      return self._start_in(job, counted)
     except BaseException:
       if counted:
         self._places.release()
       raise
 
-  def _start_in(self, request, blobs, stdin, channel: bool, counted: bool) -> Job:
+  def _start_in(self, job: tuple, counted: bool) -> Job:
     """Starts the job in an idle worker, or in a new one where there is none or where it broke while idle."""
     def release(worker, usable: bool):
       self._put_back(worker, usable)
@@ -197,7 +248,7 @@ class Sandbox:
     if worker is not None:
       try:
         worker.wait_ready()
-        return Job(worker, request, blobs, stdin, channel, release)
+        return Job(worker, *job, release)
       except SandboxError as error:
         logging.warning('sandbox worker replaced: %s', error)
         self._put_back(worker, usable=False)
@@ -205,7 +256,7 @@ class Sandbox:
     with self._lock:
       self._busy.add(worker)
     try:
-      return Job(worker, request, blobs, stdin, channel, release)
+      return Job(worker, *job, release)
     except SandboxError:
       self._put_back(worker, usable=False)
       raise
@@ -214,7 +265,7 @@ class Sandbox:
     with self._lock:
       if self._closed:
         raise SandboxError('this sandbox is closed')
-      worker = self._idle.pop() if self._idle else None
+      worker = self._idle.popleft() if self._idle else None
       if worker is not None:
         self._busy.add(worker)
       return worker
@@ -229,8 +280,8 @@ class Sandbox:
       worker.close()
 
 
-def _request(argv, files, limits: Limits, env, collect) -> tuple[dict, list[bytes]]:
-  """The job as the keeper reads it. Raises ValueError."""
+def _request(argv, files, limits: Limits, env, collect) -> tuple[dict, dict, list[bytes]]:
+  """The job as Worker.submit takes it. Raises ValueError."""
   if isinstance(argv, str) or not argv or not all(isinstance(a, str) and '\0' not in a for a in argv):
     raise ValueError(f'sandbox argv = {argv!r} must be a non-empty list of strings')
   if argv[0] == WARM_PYTHON and len(argv) < (3 if argv[1:2] == ['-c'] else 2):
@@ -245,9 +296,9 @@ def _request(argv, files, limits: Limits, env, collect) -> tuple[dict, list[byte
   size = sum(len(blob) + 2 * BLOCK for blob in blobs) + sum(BLOCK * path.count('/') for path in files)
   if size > limits.disk_mb * 2**20:
     raise ValueError(f'sandbox files of {size} bytes do not fit into disk_mb = {limits.disk_mb}')
-  request = {'argv': list(argv), 'files': [[path, len(blob)] for path, blob in zip(files, blobs)],
-             'limits': dataclasses.asdict(limits), 'env': dict(env), 'collect': list(collect)}
-  return request, blobs
+  head = {'limits': dataclasses.asdict(limits), 'collect': list(collect)}
+  body = {'argv': list(argv), 'files': [[path, len(blob)] for path, blob in zip(files, blobs)], 'env': dict(env)}
+  return head, body, blobs
 
 
 def check_paths(files: Mapping[str, bytes | str], collect: Sequence[str] = ()) -> None:

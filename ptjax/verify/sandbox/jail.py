@@ -1,7 +1,8 @@
 """One class per kind of isolation: how a worker enters it, how each job is shut in, and how all of a job is killed.
 
-Runs inside the zygote only (standard library, no import of ptjax). A jail's life: `enter` once per worker; then per
-job `fork` a keeper, which calls `prepare`, `begin`, and in the job's own process `confine`; at the end `kill_all`.
+Runs inside the zygote only (standard library, no import of ptjax). A jail's life: `enter` once per worker; then `fork`
+keepers, each of which calls `isolate` once and per job `prepare`, `begin`, in the job's own process `confine`, and at
+the end `kill_all` and `clean`.
 Refuses to go on with less than its tier promises: every step that the kernel denies raises OSError.
 """
 
@@ -24,6 +25,7 @@ FIRST_UID, SPARE_UIDS = 62000, 900  # uids that no account has, one per worker
 JOB_UID = 1000  # what a job in a user namespace sees
 SYSTEM = ('/usr', '/bin', '/sbin', '/lib', '/lib32', '/lib64', '/libx32', '/etc/alternatives')
 ETC_COPIES = ('ld.so.cache', 'ld.so.conf', 'localtime', 'mime.types', 'os-release')
+TEMPORARY = {'/tmp': 'box/tmp', '/var/tmp': '../box/tmp', '/dev/shm': '../box/shm'}
 DEVICES = ('null', 'zero', 'full', 'random', 'urandom')
 ACCOUNTS = 'root:x:0:0::/root:/bin/sh\njob:x:{0}:{0}::/box/home:/bin/sh\nnobody:x:65534:65534::/:/bin/false\n'
 INODES_PER_MB = 256  # a job's files are counted as well as its bytes
@@ -85,8 +87,9 @@ class Namespaced:
   """Tiers `userns` and `root`: a private system in which the job's processes are all there are.
 
   The worker is process 1 of its own pid, mount, network, ipc, uts and cgroup namespaces over a minimal read-only
-  root. Each keeper is process 1 of further pid and mount (and user) namespaces, so its end is the end of the job.
-  Network, ipc and uts namespaces are the worker's: it runs one job at a time, so no two jobs share them.
+  root. Each keeper is process 1 of further pid and mount (and user) namespaces, so its end is the end of its job.
+  Namespaces outlive a job, and no job meets another in them: they run one at a time, all of a job's processes are
+  killed at one stroke from process 1, and the one file system that it could write to is mounted for it alone.
   """
 
   work, home, temporary = '/box/work', '/box/home', '/tmp'
@@ -94,6 +97,7 @@ class Namespaced:
   def __init__(self, tier: str, readable: list):
     self.tier, self.readable = tier, readable
     self.uid, self.gid = os.geteuid(), os.getegid()
+    self._below_temporary = []  # (where it is kept, where a job is to see it)
 
   def enter(self):
     root = os.geteuid() == 0
@@ -136,13 +140,18 @@ class Namespaced:
     linux.pivot_root('.', '.host')
     os.chdir('/')
     os.umask(0o022)
-    for path in ('/box', '/dev/shm', '/etc', '/proc', '/run', '/tmp', '/var/tmp'):
+    for path in ('/box', '/dev', '/etc', '/proc', '/run', '/shared', '/var'):
       os.makedirs(path, exist_ok=True)
+    for path, target in TEMPORARY.items():
+      os.symlink(target, path)
     for path in SYSTEM:
       _share('/.host', path)
     for path, real in self.readable:
-      _share('/.host', real)
-      if path != real and not os.path.lexists(path):
+      if _is_temporary(real):
+        self._below_temporary.append((_keep('/.host', real), real))
+      else:
+        _share('/.host', real)
+      if path != real and not _is_temporary(path) and not os.path.lexists(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         os.symlink(real, path)
     self._fill_etc()
@@ -173,20 +182,22 @@ class Namespaced:
     flags = linux.NEWPID | linux.NEWNS
     return linux.fork_into(flags | linux.NEWUSER if self.tier == 'userns' else flags)
 
-  def prepare(self):
+  def isolate(self):
     if self.tier == 'userns':
       self._map_user(JOB_UID)
     linux.set_dumpable(False)  # the job cannot open this process's memory, descriptors or environment
+    linux.mount('proc', '/proc', 'proc', linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
+
+  def prepare(self):
     linux.mount('box', '/box', 'tmpfs', linux.MS_NOSUID | linux.MS_NODEV, 'mode=0755')
-    for name, mode, paths in (('work', 0o755, ()), ('home', 0o755, ()), ('tmp', 0o777, ('/tmp', '/var/tmp')),
-                              ('shm', 0o777, ('/dev/shm',))):
+    for name, mode in (('work', 0o755), ('home', 0o755), ('tmp', 0o777), ('shm', 0o777)):
       os.mkdir(f'/box/{name}')
       os.chmod(f'/box/{name}', mode)
       if self.tier == 'root':
         os.chown(f'/box/{name}', self.uid, self.uid)
-      for path in paths:
-        linux.mount(f'/box/{name}', path, None, linux.MS_BIND)
-    linux.mount('proc', '/proc', 'proc', linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
+    for kept, path in self._below_temporary:
+      os.makedirs(path)
+      linux.mount(kept, path, None, linux.MS_BIND | linux.MS_REC)
 
   def begin(self, limits: dict):
     size = f'size={int(limits["disk_mb"] * 2**20)},nr_inodes={inode_limit(limits["disk_mb"])}'
@@ -221,7 +232,7 @@ class Namespaced:
     """What is left when a keeper died: nothing, for process 1 takes its namespace along."""
 
   def clean(self):
-    """The mounts end with the keeper."""
+    linux.detach('/box')
 
 
 class Landlocked:
@@ -250,15 +261,17 @@ class Landlocked:
   def fork(self) -> int:
     return os.fork()
 
-  def prepare(self):
+  def isolate(self):
     linux.become_subreaper()
     linux.set_dumpable(False)
+    if self.tier == 'landlock':
+      linux.scope_signals()
+
+  def prepare(self):
     self.work, self._folder = folders.make()
     self.home = self.temporary = self.work
     if self.tier == 'uid':
       os.chown(self.work, self.uid, self.uid)
-    else:
-      linux.scope_signals()
 
   def begin(self, limits: dict):
     self._device = os.stat(self.work).st_dev
@@ -328,6 +341,7 @@ class Landlocked:
 
   def clean(self):
     folders.erase(self.work)
+    os.close(self._folder)
 
 
 class Bare(Landlocked):
@@ -337,8 +351,10 @@ class Bare(Landlocked):
     linux.become_subreaper()
     folders.sweep()
 
-  def prepare(self):
+  def isolate(self):
     linux.become_subreaper()
+
+  def prepare(self):
     self.work, self._folder = folders.make()
     self.home = self.temporary = self.work
 
@@ -395,6 +411,19 @@ def _share(host: str, path: str):
     os.makedirs(path)
     linux.mount(source, path, None, linux.MS_BIND | linux.MS_REC)
     linux.set_mount_attributes(path, linux.ATTR_RDONLY | linux.ATTR_NOSUID | linux.ATTR_NODEV)
+
+
+def _is_temporary(path: str) -> bool:
+  return path.startswith(tuple(f'{folder}/' for folder in TEMPORARY))
+
+
+def _keep(host: str, path: str) -> str:
+  """Binds one of the host's folders read-only below /shared, from where it can be bound again."""
+  kept = f'/shared/{len(os.listdir("/shared"))}'
+  os.mkdir(kept)
+  linux.mount(host + path, kept, None, linux.MS_BIND | linux.MS_REC)
+  linux.set_mount_attributes(kept, linux.ATTR_RDONLY | linux.ATTR_NOSUID | linux.ATTR_NODEV)
+  return kept
 
 
 def _raise_loopback():

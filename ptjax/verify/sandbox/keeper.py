@@ -1,7 +1,9 @@
-"""Keeps one job: receives it, starts it shut in, watches its limits, kills all of it, and reports how it ended.
+"""Keeps jobs, one at a time: starts each shut in, watches its limits, kills all of it, and reports how it ended.
 
-Runs inside the zygote only (standard library, no import of ptjax), in the job's own namespaces but out of its reach.
-Refuses to report before every process of the job is dead.
+Runs inside the zygote only (standard library, no import of ptjax), in the jobs' own namespaces but out of their reach.
+Refuses to report before every process of the job is dead and its files are gone. A job is a fork of this process, so
+nothing that a job was given or has made ever enters this process's memory: commands and files go from the trainer to
+the fork, and what is collected goes from the file to the trainer.
 """
 
 import _sitebuiltins
@@ -31,11 +33,13 @@ TICKS_PER_S = os.sysconf('SC_CLK_TCK')
 WARM_PYTHON = 'warm-python'
 PATH = '/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin'
 REASONS = {b'o': 'output', b'k': ''}  # what the trainer may ask to end a job for
+MOST_JOBS = 500  # of one keeper
+AFRESH, HUNG_UP = 0, 4  # why a keeper ends: another is to follow, or the trainer is gone
 
 
-def send_message(control: socket.socket, message: dict, *blobs: bytes):
+def send_message(control: socket.socket, message: dict):
   text = json.dumps(message).encode()
-  control.sendall(b''.join([struct.pack('>I', len(text)), text, *blobs]))
+  control.sendall(struct.pack('>I', len(text)) + text)
 
 
 def receive_exactly(control: socket.socket, size: int) -> bytes:
@@ -48,83 +52,89 @@ def receive_exactly(control: socket.socket, size: int) -> bytes:
   return bytes(parts)
 
 
-def receive_request(control: socket.socket) -> tuple[dict, list[int], dict[str, bytes]]:
-  """The next job: what to run, its open descriptors and its files. Raises EOFError when there will be none."""
-  head = b'k'
-  while head in REASONS:  # an order that came when its job had ended by itself
-    head, descriptors, _, _ = socket.recv_fds(control, 1, 4)
-  if not head:
+def receive_head(control: socket.socket) -> tuple[dict, list[int]]:
+  """The next job's limits, names to collect and size of its body, and its open descriptors.
+
+  Raises EOFError when there will be none.
+  """
+  first = b'k'
+  while first in REASONS:  # an order that came when its job had ended by itself
+    first, descriptors, _, _ = socket.recv_fds(control, 1, 4)
+  if not first:
     raise EOFError('the trainer is gone')
-  head += receive_exactly(control, 3)
-  request = json.loads(receive_exactly(control, struct.unpack('>I', head)[0]))
-  return request, descriptors, {name: receive_exactly(control, size) for name, size in request['files']}
+  size = struct.unpack('>I', first + receive_exactly(control, 3))[0]
+  return json.loads(receive_exactly(control, size)), descriptors
 
 
-def serve(control: socket.socket, jail):
-  """One job from its wait to its report; returns when nothing of it is left but this process's own namespaces."""
+def serve(control: socket.socket, jail) -> int:
+  """Jobs one after another. Returns AFRESH when the last one is a reason to begin with nothing, or HUNG_UP."""
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)  # process 1 is deaf to what it does not handle
+  jail.isolate()
+  try:
+    for _ in range(MOST_JOBS):
+      if not serve_one(control, jail):
+        break
+    return AFRESH
+  except (EOFError, BrokenPipeError, ConnectionResetError):
+    return HUNG_UP  # nobody is left to report to
+
+
+def serve_one(control: socket.socket, jail) -> bool:
+  """One job from its wait to its report; whether it ended in a way after which this process may serve another."""
   jail.prepare()
   try:
     send_message(control, {'ready': True})
-    request, descriptors, files = receive_request(control)
-    jail.begin(request['limits'])
-    put_files(jail, files)
-    ended = Watch(control, jail, request, descriptors).run()
-    contents = collect_files(jail.work, request['collect'], int(request['limits']['disk_mb'] * 2**20))
-    ended['files'] = [[name, len(content)] for name, content in contents.items()]
-    send_message(control, {'ended': ended}, *contents.values())
-  except (EOFError, BrokenPipeError, ConnectionResetError):
-    return  # nobody is left to report to
+    head, descriptors = receive_head(control)
+    jail.begin(head['limits'])
+    ended = Watch(control, jail, head, descriptors).run()
+    found = open_files(jail.work, head['collect'], int(head['limits']['disk_mb'] * 2**20))
   finally:
     jail.kill_all()
     jails.reap_all()
     jail.clean()
+  send_message(control, {'ended': dict(ended, files=[[name, size] for name, _, size in found])})
+  for _, descriptor, size in found:
+    send_file(control, descriptor, size)
+  return ended['verdict'] == 'contained' and not head['collect']
 
 
-def put_files(jail, files: dict[str, bytes]):
-  owner = jail.owner()
-  for name, content in files.items():
-    path = jail.work
-    for part in os.path.dirname(name).split('/'):
-      path = os.path.join(path, part)
-      if not os.path.isdir(path):
-        os.mkdir(path)
-        if owner is not None:
-          os.chown(path, owner, owner)
-    with open(os.path.join(jail.work, name), 'wb') as file:
-      file.write(content)
-      os.fchmod(file.fileno(), 0o755)
-      if owner is not None:
-        os.fchown(file.fileno(), owner, owner)
-
-
-def collect_files(work: str, names: list[str], most: int) -> dict[str, bytes]:
-  """Those of `names` that are regular files below `work`, reached through no link, until `most` bytes are full."""
-  found, folder = {}, os.open(work, os.O_RDONLY | os.O_DIRECTORY)
+def open_files(work: str, names: list[str], most: int) -> list[tuple[str, int, int]]:
+  """(name, descriptor, size) of those that are regular files below `work`, reached through no link, up to `most` bytes."""
+  found, folder = [], os.open(work, os.O_RDONLY | os.O_DIRECTORY)
   for name in names:
     try:
       descriptor = linux.open_beneath(folder, name)
     except OSError:
       continue  # not there, or a link
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-      with open(os.dup(descriptor), 'rb') as file:
-        content = file.read(max(0, most) + 1)
-      most -= len(content)
-      if most >= 0:
-        found[name] = content
-    os.close(descriptor)
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode) and status.st_size <= most:
+      most -= status.st_size
+      found.append((name, descriptor, status.st_size))
+    else:
+      os.close(descriptor)
   os.close(folder)
   return found
+
+
+def send_file(control: socket.socket, descriptor: int, size: int):
+  sent = 0
+  while sent < size:
+    part = os.sendfile(control.fileno(), descriptor, sent, size - sent)
+    if not part:
+      raise OSError('a collected file became shorter when nothing of its job was left')
+    sent += part
+  os.close(descriptor)
 
 
 class Watch:
   """The job while it runs."""
 
-  def __init__(self, control: socket.socket, jail, request: dict, descriptors: list[int]):
-    self.control, self.jail, self.request, self.descriptors = control, jail, request, descriptors
-    self.limits = request['limits']
+  def __init__(self, control: socket.socket, jail, head: dict, descriptors: list[int]):
+    self.control, self.jail, self.head, self.descriptors = control, jail, head, descriptors
+    self.limits = head['limits']
     self.cpu_s = self.peak_bytes = 0.0
+    self._earlier_s = waited_s()
     self.status = None
     self._looks, self._own_ticks, self._hidden = 0, {}, {}
 
@@ -136,13 +146,12 @@ class Watch:
     wall_s = time.monotonic() - started
     self.jail.kill_all()
     self._reap(0)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    self.cpu_s = max(self.cpu_s, used.ru_utime + used.ru_stime)
+    self.cpu_s = max(self.cpu_s, waited_s() - self._earlier_s)
     code = os.waitstatus_to_exitcode(self.status) if self.status is not None else -signal.SIGKILL
     if reason is None and code in (-signal.SIGKILL, -signal.SIGXCPU) and self.cpu_s >= self.limits['cpu_s']:
       reason = 'cpu'
     return {'verdict': f'limit:{reason}' if reason else 'contained', 'returncode': code, 'wall_s': wall_s,
-            'cpu_s': self.cpu_s, 'peak_memory_bytes': int(max(self.peak_bytes, used.ru_maxrss * 1024))}
+            'cpu_s': self.cpu_s, 'peak_memory_bytes': int(self.peak_bytes)}
 
   def _start(self) -> int:
     """The pid of the job's first process. Raises RuntimeError when it could not be shut in."""
@@ -150,7 +159,7 @@ class Watch:
     pid = os.fork()
     if pid == 0:
       try:
-        become_job(self.jail, self.request, self.descriptors, tell)
+        become_job(self.control, self.jail, self.head, self.descriptors, tell)
       except BaseException as error:  # this process must never return into the keeper's code
         os.write(tell, f'{type(error).__name__}: {error}'.encode()[:4000])
       finally:
@@ -166,8 +175,14 @@ class Watch:
 
   def _wait(self, deadline: float) -> str | None:
     """None when the first process ended by itself, else the limit that was reached ('' when told to stop)."""
-    poll = select.poll()
     main = os.pidfd_open(self.main)
+    try:
+      return self._wait_for(main, deadline)
+    finally:
+      os.close(main)
+
+  def _wait_for(self, main: int, deadline: float) -> str | None:
+    poll = select.poll()
     poll.register(main, select.POLLIN)
     poll.register(self.control, select.POLLIN)
     while True:
@@ -190,11 +205,12 @@ class Watch:
   def _reap(self, flags: int):
     try:
       while True:
-        pid, status = os.waitpid(-1, flags)
-        if pid == self.main:
-          self.status = status
+        pid, status, used = os.wait4(-1, flags)
         if pid == 0:
           return
+        self.peak_bytes = max(self.peak_bytes, used.ru_maxrss * 1024)
+        if pid == self.main:
+          self.status = status
     except ChildProcessError:
       return
 
@@ -232,13 +248,40 @@ class Watch:
 
   def _count_cpu(self, live_ticks: int):
     """CPU time both ways: with children that were waited for, and with those that were seen and that nobody did."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
     seen_s = sum(self._own_ticks.values()) / TICKS_PER_S
-    self.cpu_s = max(self.cpu_s, seen_s, live_ticks / TICKS_PER_S + used.ru_utime + used.ru_stime)
+    self.cpu_s = max(self.cpu_s, seen_s, live_ticks / TICKS_PER_S + waited_s() - self._earlier_s)
 
 
-def become_job(jail, request: dict, descriptors: list[int], tell: int):
+def waited_s() -> float:
+  """CPU time of all children that this process has waited for."""
+  used = resource.getrusage(resource.RUSAGE_CHILDREN)
+  return used.ru_utime + used.ru_stime
+
+
+def receive_body(control: socket.socket, jail, size: int) -> dict:
+  """The job's command and environment; its files go to its folder."""
+  body = json.loads(receive_exactly(control, size))
+  owner = jail.owner()
+  for name, left in body['files']:
+    path = jail.work
+    for part in os.path.dirname(name).split('/'):
+      path = os.path.join(path, part)
+      if not os.path.isdir(path):
+        os.mkdir(path)
+        if owner is not None:
+          os.chown(path, owner, owner)
+    with open(os.path.join(jail.work, name), 'wb', buffering=0) as file:
+      while left:
+        left -= file.write(receive_exactly(control, min(left, 1 << 16)))
+      os.fchmod(file.fileno(), 0o755)
+      if owner is not None:
+        os.fchown(file.fileno(), owner, owner)
+  return body
+
+
+def become_job(control: socket.socket, jail, head: dict, descriptors: list[int], tell: int):
   """Turns this fresh process into the job. Returns only by an exception, and only before the job's code has run."""
+  body = receive_body(control, jail, head['body'])
   os.setsid()
   kept = os.dup2(tell, 250, inheritable=False)
   # Duplicates first, out of the way of the targets.
@@ -250,10 +293,10 @@ def become_job(jail, request: dict, descriptors: list[int], tell: int):
   os.chdir(jail.work)
   linux.set_dumpable(True)  # not the keeper's secret any more: the job may read its own /proc/self
   raise_oom_score()
-  environment = {'PATH': PATH, 'HOME': jail.home, 'TMPDIR': jail.temporary, 'LANG': 'C.UTF-8', **request['env']}
-  jail.confine(request['limits'])
+  environment = {'PATH': PATH, 'HOME': jail.home, 'TMPDIR': jail.temporary, 'LANG': 'C.UTF-8', **body['env']}
+  jail.confine(head['limits'])
   linux.set_dumpable(True)  # a change of uid clears it
-  argv = request['argv']
+  argv = body['argv']
   if argv[0] == WARM_PYTHON:
     os.environ.update(environment)  # over nothing: the worker has none
     os.close(kept)

@@ -122,8 +122,9 @@ def rehearse(tier: str) -> None:
 
 
 def _run(worker: workers.Worker, argv: list[str], stdin: bytes, **limits) -> workers.JobResult:
-  request = {'argv': argv, 'files': [], 'limits': {**REHEARSAL_LIMITS, **limits}, 'env': {}, 'collect': ['out.txt']}
-  return workers.Job(worker, request, [], stdin, channel=False, release=lambda *unused: None).finish()
+  head = {'limits': {**REHEARSAL_LIMITS, **limits}, 'collect': ['out.txt']}
+  body = {'argv': argv, 'files': [], 'env': {}}
+  return workers.Job(worker, head, body, [], stdin, channel=False, release=lambda *unused: None).finish()
 
 
 def _judge(tier: str, result: workers.JobResult, mark: str):

@@ -91,11 +91,13 @@ class Worker:
       data += part
     return bytes(data)
 
-  def submit(self, request: dict, descriptors: list[int], blobs: list[bytes]):
-    text = json.dumps(request).encode()
+  def submit(self, head: dict, body: dict, descriptors: list[int], blobs: list[bytes]):
+    """Sends a job: `head` is for the keeper, `body` (command, environment, names of files) and `blobs` for it alone."""
+    told = json.dumps(body).encode()
+    text = json.dumps(dict(head, body=len(told))).encode()
     try:
       socket.send_fds(self._control, [struct.pack('>I', len(text))], descriptors)
-      self._control.sendall(b''.join([text, *blobs]))
+      self._control.sendall(b''.join([text, told, *blobs]))
     except OSError as error:
       raise SandboxError(f'sandbox worker, tier {self.tier}: {error}') from error
 
@@ -133,8 +135,8 @@ class Job:
   `receive`, `finish` and `kill` raise SandboxError when the host broke.
   """
 
-  def __init__(self, worker: Worker, request: dict, blobs: list[bytes], stdin: bytes, channel: bool, release):
-    self._worker, self._limits, self._release = worker, request['limits'], release
+  def __init__(self, worker: Worker, head: dict, body: dict, blobs: list[bytes], stdin: bytes, channel: bool, release):
+    self._worker, self._limits, self._release = worker, head['limits'], release
     self._stdin, self._output, self._printed = memoryview(stdin), {'stdout': bytearray(), 'stderr': bytearray()}, 0
     self._answers, self._hung_up, self._ended, self._result = bytearray(), not channel, None, None
     self._flooded, self._failure = False, None
@@ -146,7 +148,7 @@ class Job:
       self._close()
       raise SandboxError(f'no pipes for a job: {error}') from error
     try:
-      worker.submit(request, [end if isinstance(end, int) else end.fileno() for end in theirs], blobs)
+      worker.submit(head, body, [end if isinstance(end, int) else end.fileno() for end in theirs], blobs)
     except SandboxError:
       self._close()
       raise
@@ -222,6 +224,10 @@ class Job:
       self._worker.order(b'k')
     return self.finish()
 
+  def stop(self) -> None:
+    """Asks for the job's end without waiting for it: the one thing that another thread may do."""
+    self._worker.order(b'k')
+
   def _step(self, timeout_s: float):
     """Moves whatever bytes are ready, for at most `timeout_s`."""
     if self._failure is not None:
@@ -277,11 +283,9 @@ class Job:
 
   def _report(self, worker: Worker):
     message = worker.read()
-    self._ended = message.get('ended', self._ended)
-    if 'reaped' not in message:
-      return
-    if self._ended is None:
-      raise SandboxError(f'sandbox worker, tier {worker.tier}: its keeper died with status {message["reaped"]}')
+    if 'died' in message:
+      raise SandboxError(f'sandbox worker, tier {worker.tier}: its keeper died with status {message["died"]}')
+    self._ended = message['ended']
     watched = self._selector.get_map()
     for key in [key for key in watched.values() if key.data not in (self._feed, self._report)]:
       while key.fileobj in watched:

@@ -1,4 +1,4 @@
-"""A worker's main program: enters its isolation once, then forks one keeper after another, ready before the job comes.
+"""A worker's main program: enters its isolation once, then forks one keeper after another, ready before a job comes.
 
 Started as `python -I -S zygote.py CONFIG` with an empty environment, so it imports its neighbours by their folder and
 nothing of ptjax. Ends itself, and with it every job, when the trainer is gone, even by kill -9.
@@ -53,8 +53,7 @@ def keep_one(control: socket.socket, trainer: int, jail) -> bool:
     status = GAVE_UP
     try:
       os.close(trainer)
-      keeper.serve(control, jail)
-      status = 0
+      status = keeper.serve(control, jail)
     except BaseException as error:  # this process must never return into the worker's loop
       keeper.send_message(control, {'failed': f'{type(error).__name__}: {error}'})
     finally:
@@ -72,13 +71,15 @@ def keep_one(control: socket.socket, trainer: int, jail) -> bool:
   os.close(watched)
   if status:
     jail.kill_orphans()
-  if alone:
+  code = os.waitstatus_to_exitcode(status)
+  if alone or code in (GAVE_UP, keeper.HUNG_UP):
     return False
-  try:
-    keeper.send_message(control, {'reaped': os.waitstatus_to_exitcode(status)})
-  except OSError:
-    return False  # the trainer has closed this worker
-  return os.waitstatus_to_exitcode(status) != GAVE_UP
+  if code != keeper.AFRESH:
+    try:
+      keeper.send_message(control, {'died': code})
+    except OSError:
+      return False  # the trainer has closed this worker
+  return True
 
 
 if __name__ == '__main__':
