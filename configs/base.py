@@ -109,6 +109,9 @@ def get_config() -> config_dict.ConfigDict:
       min_isolation='uid',  # userns | root | uid | landlock | none: refuse to run model-written code below it
       workers=0,  # jobs at one time; 0: one per core
   )
+  c.verify = _dict(
+      max_error_frac=0.1,  # of a domain's latest 200 verdicts that may be errors (verifier or host) before a run stops
+  )
   c.checkpoint = _dict(every=5, keep=2)  # steps between saves; finished saves kept
   c.export = _dict(merge_lora=True)  # False writes the last stage's adapter beside an unmerged base
   return c

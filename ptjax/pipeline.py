@@ -118,7 +118,8 @@ def build(config, *, tasks: bool = True) -> tuple[Parts, Any]:
   place = functools.partial(_sampler_sharding, mesh) if jax.process_count() == 1 else None  # else one local device
   engine = Engine(model.config, SamplerLimits(**config.sampler), place=place)
   train, heldout = load_tasks(config) if tasks else ({}, [])
-  verifiers = VerifierPool(min_isolation=config.sandbox.min_isolation, workers=config.sandbox.workers)
+  verifiers = VerifierPool(min_isolation=config.sandbox.min_isolation, workers=config.sandbox.workers,
+                           max_error_frac=config.verify.max_error_frac)
   parts = Parts(mesh, model.config, model.tokenizer, engine, verifiers, train, domain_weights(config, train), heldout)
   return parts, model.params
 

@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 
+from ptjax import types
 from ptjax.data import batching
 from ptjax.learn import advantages, losses, objectives, off_policy
 from ptjax.learn.trainer import Trainer
@@ -61,13 +62,14 @@ def run(config, parts, plain, stage):
     optim = {name: learned.pop(name) for name in ('grad_norm', 'lr')}
     learned['ess_frac'] = off_policy.ess_frac(learned.pop('behavior_ratio'), learned.pop('behavior_ratio_square'))
     outcomes = Counter(v.status for v in verdicts)
+    errors = Counter(t.domain for t, row in zip(tasks, graded) for v in row if v.status == 'error')
     learned_at = time.monotonic()
     drawn_by = summary(tasks, rollouts, reward_UR, trainable_UR)
     stage.log(step, progress=dict(reward=drawn_by['reward_mean']), optim=optim,
               tokens_per_s=drawn / (learned_at - began),
               seconds=dict(sample=sampled - began, verify=verified - sampled, learn=learned_at - verified),
               rl=dict(learned, **drawn_by, curriculum=curriculum.shares()),
-              verify={status: outcomes[status] for status in ('pass', 'fail', 'timeout', 'error')})
+              verify=dict({status: outcomes[status] for status in types.STATUSES}, errors=dict(errors)))
     if step % SHOWN_EVERY == 0 or step + 1 == rl.steps:
       stage.add_rollouts(rollout.records(step, tasks, rollouts, verdicts))
   return trainer.merged()

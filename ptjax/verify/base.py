@@ -5,6 +5,7 @@ a verifier or its host becomes a verdict of status `error`, which is neither a 0
 host are tried again: a second try at judging an answer would let chance decide.
 """
 
+import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -30,6 +31,12 @@ from ptjax.verify import worker
 
 _HOST_FAILURES = (sandbox.SandboxError, worker.Died)
 _ATTEMPTS = 3
+_RECENT = 200  # verdicts of a domain, of which too many may not be errors
+_LEAST_ERRORS = 5  # below that, chance
+
+
+class TooManyErrors(RuntimeError):
+  """Verifiers or their host break too often to go on: what is learned from the rest could be biased."""
 
 
 class Verifier(Protocol):
@@ -93,9 +100,13 @@ class VerifierPool:
     min_isolation: the weakest sandbox tier to run code in; see sandbox.Sandbox.
     workers: pairs in flight at most. 0: one per core this process may use.
     box: a sandbox to use and leave open. None: one is made when the first code task comes.
+    max_error_frac: the largest share of a domain's latest verdicts that may be errors before `run` gives up.
   """
 
-  def __init__(self, *, min_isolation: str = 'uid', workers: int = 0, box: sandbox.Sandbox | None = None):
+  def __init__(self, *, min_isolation: str = 'uid', workers: int = 0, box: sandbox.Sandbox | None = None,
+               max_error_frac: float = 1.0):
+    self._max_error_frac = max_error_frac
+    self._errors = collections.defaultdict(lambda: collections.deque(maxlen=_RECENT))  # domain -> of each: why, or ''
     self._workers = workers or len(os.sched_getaffinity(0))
     self._min_isolation = min_isolation
     self._box = box
@@ -110,12 +121,26 @@ class VerifierPool:
     Raises:
       ValueError: tasks and texts differ in number, or a task names no known verifier.
       sandbox.SandboxUnavailable: code would have to run in less isolation than asked for.
+      TooManyErrors: more of a domain's latest verdicts are errors than max_error_frac allows.
     """
     if len(tasks) != len(texts):
       raise ValueError(f'{len(tasks)} tasks and {len(texts)} texts: they must pair up')
     for task in tasks:
       lookup(task.verifier)
-    return list(self._threads.map(self.verify, tasks, texts))
+    verdicts = list(self._threads.map(self.verify, tasks, texts))
+    self._watch(tasks, verdicts)
+    return verdicts
+
+  def _watch(self, tasks: Sequence[types.Task], verdicts: Sequence[types.Verdict]):
+    for task, verdict in zip(tasks, verdicts):
+      why = verdict.evidence.get('error', 'no reason given') if verdict.status == 'error' else ''
+      self._errors[task.domain].append(why)
+    for domain, latest in self._errors.items():
+      errors = [error for error in latest if error]
+      if len(errors) >= _LEAST_ERRORS and len(errors) > self._max_error_frac * len(latest):
+        raise TooManyErrors(f'domain {domain!r}: {len(errors)} of the latest {len(latest)} answers got no verdict, for '
+                            f'the verifier or its host broke: {errors[-1]}; mend that, or allow more with '
+                            '--config.verify.max_error_frac')
 
   def verify(self, task: types.Task, text: str) -> types.Verdict:
     """One verdict; see `run`."""

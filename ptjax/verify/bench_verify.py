@@ -88,7 +88,7 @@ def _verdict(pool: base.VerifierPool, verifier: str, reference, tests, answer: s
 
 
 def measure(works: dict[str, Callable[[], object]]) -> dict[str, dict[str, float]]:
-  """By workload: p50 and p95 of one call at a time, in ms; calls per second with IN_FLIGHT callers; both beside bare."""
+  """By workload: p50 and p95 of one call at a time, in ms; calls per second with IN_FLIGHT callers; beside bare."""
   for work in works.values():
     work()  # starts what is started once
   latencies, rates = {name: [] for name in works}, {name: [] for name in works}

@@ -2,7 +2,7 @@
 
 A row of LANGUAGES is usable where its compiler is on this host's PATH and works in the sandbox's tier, which is found
 out by building and running a small program once for each sandbox. The compiler reads model-written text, so it runs
-in a job of its own under BUILD_LIMITS; tests and their data are not there. What a build uses up is the solution's fault.
+in a job of its own under BUILD_LIMITS; tests are not there. What a build uses up is the solution's fault.
 """
 
 import dataclasses
@@ -42,7 +42,8 @@ LANGUAGES = {
     'cpp': Language(
         'g++', 'apt-get install g++', 'solution.cpp',
         ('{program}', '-O2', '-std=gnu++20', '-o', _BINARY, 'solution.cpp'), (f'./{_BINARY}',),
-        ('cpp', 'c++', 'cc', 'cxx'), '#include <iostream>\nint main() { int x; std::cin >> x; std::cout << x << "\\n"; }'),
+        ('cpp', 'c++', 'cc', 'cxx'),
+        '#include <iostream>\nint main() { int x; std::cin >> x; std::cout << x << "\\n"; }'),
     'rust': Language(
         'rustc', 'install Rust, https://rustup.rs, and a C linker', 'solution.rs',
         ('{program}', '-O', '--edition=2021', '-o', _BINARY, 'solution.rs'), (f'./{_BINARY}',), ('rust', 'rs'),

@@ -20,10 +20,10 @@ from ptjax.verify.sandbox import tiers
 
 
 def job(config, **unused) -> None:
-  """Prints the tables. Raises sandbox.SandboxUnavailable where nothing at or above config.sandbox.min_isolation holds."""
+  """Prints the tables. Raises sandbox.SandboxUnavailable where no tier from config.sandbox.min_isolation up holds."""
   shown = console.Console(file=sys.stdout)
-  shown.print(f'Linux {platform.release()}, {linux.MACHINE}, Landlock version {linux.landlock_abi()}, uid {os.geteuid()}, '
-              f'{len(os.sched_getaffinity(0))} cores', highlight=False)
+  shown.print(f'Linux {platform.release()}, {linux.MACHINE}, Landlock version {linux.landlock_abi()}, '
+              f'uid {os.geteuid()}, {len(os.sched_getaffinity(0))} cores', highlight=False)
   failures = sandbox.survey()
   unavailable, box = None, None
   try:

@@ -37,6 +37,22 @@ class PoolTest(absltest.TestCase):
     with mock.patch.dict(base.VERIFIERS, exact=base.Row(flaky, mock.Mock(), ())), base.VerifierPool() as pool:
       self.assertEqual(pool.run([task()], ['1'])[0].status, 'pass')
 
+  def test_too_many_errors_of_a_domain_end_the_run_and_name_it(self):
+    def verify(task, text):
+      if text == 'break':
+        raise KeyError('lost file')
+      return types.Verdict('fail', 0.0)
+
+    tasks = [types.Task('t', domain, (), 'exact', '1') for domain in ('good', 'bad') for _ in range(40)]
+    texts = ['1'] * 40 + ['break'] * 4 + ['1'] * 36
+    with mock.patch.dict(base.VERIFIERS, exact=base.Row(verify, mock.Mock(), ())):
+      with base.VerifierPool(max_error_frac=0.1) as pool:
+        pool.run(tasks, texts)  # 4 of 40
+        with self.assertRaisesRegex(base.TooManyErrors, "domain 'bad': 8 of the latest 45 .*KeyError: 'lost file'"):
+          pool.run(tasks[40:45], texts[40:45])
+      with base.VerifierPool() as pool:
+        pool.run(tasks[40:], ['break'] * 40)  # any number of them where each is looked at
+
   def test_no_isolation_is_refused(self):
     code = task('code', reference=None, tests={'style': 'asserts', 'text': 'assert f() == 1'})
     unavailable = mock.Mock(side_effect=sandbox.SandboxUnavailable('no sandbox'))

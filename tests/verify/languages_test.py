@@ -41,19 +41,24 @@ def task_in(language, **fields):
 
 class GradeTest(parameterized.TestCase):
 
-  def needs(self, language):
-    """Skips where the language is not on this host, or is where the sandbox's tier cannot reach it."""
+  def works(self, language) -> bool:
+    """Whether the language is here; where it is not, it must be refused with what to do."""
     if shutil.which(languages.LANGUAGES[language].program) is None:
-      self.skipTest(f'{languages.LANGUAGES[language].program} is not installed')
+      with self.assertRaisesRegex(ValueError, 'on the PATH; fix: '):
+        code.check(task_in(language))
+      return False
     box = _POOL._sandbox()
-    failure = languages.try_out(language, box)
-    if failure and box.tier in ('uid', 'landlock'):
-      self.skipTest(f'{language} in tier {box.tier}: {failure}')
-    self.assertEqual(failure, '')
+    if languages.try_out(language, box) and box.tier in ('uid', 'landlock'):  # its folder is out of reach
+      verdict = _POOL.verify(task_in(language), 'x')
+      self.assertEqual(verdict.status, 'error')
+      self.assertIn('does not work in sandbox tier', verdict.evidence['error'])
+      return False
+    return True
 
   @parameterized.parameters(*DOUBLES)
   def test_right_and_wrong(self, language):
-    self.needs(language)
+    if not self.works(language):
+      return
     program = DOUBLES[language]
     for change, status, score in (('', 'pass', 1.0), ('+ 1', 'fail', 0.0), ('+ (', 'fail', 0.0)):
       verdict = _POOL.verify(task_in(language), f'```{language}\n{program.format(change=change)}\n```')
@@ -68,7 +73,8 @@ class GradeTest(parameterized.TestCase):
       ('#include <stdio.h>\nint main(void) { puts("4"); return 1; }', 'fail'),
       ('', 'fail'))
   def test_what_a_solution_does_is_its_own_fault(self, source, status):
-    self.needs('c')
+    if not self.works('c'):
+      return
     verdict = _POOL.verify(task_in('c'), f'```c\n{source}\n```')
     self.assertIn(verdict.status, ('fail', 'timeout') if status == 'any' else (status,), verdict)
     self.assertEqual(verdict.score, 0.0)
@@ -80,7 +86,8 @@ class GradeTest(parameterized.TestCase):
       def run(self, *unused, **also_unused):
         return sandbox.JobResult('contained', 127, b'', b'cannot execute', {}, 0, 0, 0, 'uid')
 
-    self.needs('c')
+    if not self.works('c'):
+      return
     with self.assertRaisesRegex(RuntimeError, 'gcc does not work in sandbox tier uid: .*cannot execute'):
       languages.build('c', b'', {}, Broken(), 1)
 
@@ -109,9 +116,11 @@ class CreditTest(parameterized.TestCase):
       ('stdio', '{"cases": [{"stdin": "1", "expected": "1"}, {"stdin": "2", "expected": "4"}]}', 'print(input())', 0.5),
       ('call', '{"entry": "f", "cases": [{"args": [1], "expected": 1}, {"args": [2], "expected": 4}, '
        '{"args": [3], "expected": 3}]}', 'def f(x):\n  return x', 2 / 3),
-      ('asserts', 'assert f(1) == 1\nassert f(2) == 4\nassert f(3) == 9\nassert f(4) == 4', 'def f(x):\n  return x', 0.25),
+      ('asserts', 'assert f(1) == 1\nassert f(2) == 4\nassert f(3) == 9\nassert f(4) == 4', 'def f(x):\n  return x',
+       0.25),
       ('unittest', 'import unittest\nfrom solution import f\nclass T(unittest.TestCase):\n  def test_a(self):\n'
-       '    self.assertEqual(f(1), 1)\n  def test_b(self):\n    self.assertEqual(f(2), 4)\n', 'def f(x):\n  return x', 0.5))
+       '    self.assertEqual(f(1), 1)\n  def test_b(self):\n    self.assertEqual(f(2), 4)\n',
+       'def f(x):\n  return x', 0.5))
   def test_fraction_of_the_tests(self, style, text, solution, score):
     for credit, wanted in (('fraction', score), ('all', 0.0)):
       tests = {'style': style, 'text': text, 'credit': credit}

@@ -186,6 +186,7 @@ class Namespaced:
     if self.tier == 'userns':
       self._map_user(JOB_UID)
     linux.set_dumpable(False)  # the job cannot open this process's memory, descriptors or environment
+    linux.bound_capabilities()
     linux.mount('proc', '/proc', 'proc', linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
 
   def prepare(self):
@@ -264,6 +265,7 @@ class Landlocked:
   def isolate(self):
     linux.become_subreaper()
     linux.set_dumpable(False)
+    linux.bound_capabilities()
     if self.tier == 'landlock':
       linux.scope_signals()
 

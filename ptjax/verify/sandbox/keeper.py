@@ -100,7 +100,7 @@ def serve_one(control: socket.socket, jail) -> bool:
 
 
 def open_files(work: str, names: list[str], most: int) -> list[tuple[str, int, int]]:
-  """(name, descriptor, size) of those that are regular files below `work`, reached through no link, up to `most` bytes."""
+  """(name, descriptor, size) of those that are regular files, reached through no link, up to `most` bytes in all."""
   found, folder = [], os.open(work, os.O_RDONLY | os.O_DIRECTORY)
   for name in names:
     try:

@@ -151,12 +151,16 @@ def open_beneath(folder: int, path: str) -> int:
   return syscall('openat2', 437, folder, ctypes.c_char_p(os.fsencode(path)), how, 24)
 
 
-def drop_capabilities():
-  """Gives up every capability, for this process and whatever it executes. The uid must be set before."""
-  prctl(47, 4)  # clear the ambient set
+def bound_capabilities():
+  """What this process and its children execute gains no capability; those that they hold stay."""
   for capability in range(64):
     if _libc.prctl(24, ctypes.c_ulong(capability), 0, 0, 0) < 0:
-      break  # past the kernel's last one, or no right to: then the set below is what counts
+      return  # past the kernel's last one, or no right to: then no_new_privs is what counts
+
+
+def drop_capabilities():
+  """Gives up every capability. The uid must be set before."""
+  prctl(47, 4)  # clear the ambient set
   number = {'x86_64': 126, 'aarch64': 91}[MACHINE]
   syscall('capset', number, ctypes.create_string_buffer(struct.pack('Ii', 0x20080522, 0)),
           ctypes.create_string_buffer(24))

@@ -40,6 +40,7 @@ def main():
     keeper.send_message(control, {'failed': str(error)})
     return
   linux.seccomp_program(config['tier'] in ('userns', 'root'), config['tier'] != 'landlock')  # made once
+  compile('0', '', 'exec')  # what the first one sets up takes milliseconds
   gc.collect()
   gc.freeze()  # collections in the children do not copy these pages
   while keep_one(control, trainer, jail):
