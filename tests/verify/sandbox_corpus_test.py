@@ -40,9 +40,12 @@ class Host:
         (socket.AF_INET, ('127.0.0.1', 0)), (socket.AF_UNIX, f'\0corpus{self.token}'),
         (socket.AF_UNIX, f'{self.folder}/host.sock'))]
     os.chmod(f'{self.folder}/host.sock', 0o777)
-    self.datagrams = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    self.datagrams.bind(('127.0.0.1', 0))
-    self.datagrams.setblocking(False)
+    self.datagrams = []
+    for family, address in ((socket.AF_INET, ('127.0.0.1', 0)), (socket.AF_UNIX, f'{self.folder}/datagrams.sock')):
+      self.datagrams.append(socket.socket(family, socket.SOCK_DGRAM))
+      self.datagrams[-1].bind(address)
+      self.datagrams[-1].setblocking(False)
+    os.chmod(f'{self.folder}/datagrams.sock', 0o777)
 
   def _listen(self, family, address) -> socket.socket:
     listener = socket.socket(family)
@@ -55,7 +58,8 @@ class Host:
     return json.dumps({
         **vars(LIMITS), 'secret': self.secret_path, 'secret_value': self.secret, 'env_canary': self.variable,
         'victim_pid': self.victim.pid, 'port': self.listeners[0].getsockname()[1],
-        'udp_port': self.datagrams.getsockname()[1], 'abstract': f'corpus{self.token}',
+        'udp_port': self.datagrams[0].getsockname()[1],
+        'datagram_path': f'{self.folder}/datagrams.sock', 'abstract': f'corpus{self.token}',
         'unix_path': f'{self.folder}/host.sock', 'canary_dir': self.canary, 'token': self.token, 'pair': self.token})
 
   def harm(self) -> list[str]:
@@ -65,9 +69,9 @@ class Host:
       found.append('a process of the host was killed')
     if os.listdir(self.canary) != ['canary.txt'] or pathlib.Path(self.canary, 'canary.txt').read_text() != 'ORIGINAL':
       found.append('a file of the host was changed')
-    for waiting in (*self.listeners, self.datagrams):
+    for waiting in (*self.listeners, *self.datagrams):
       try:
-        waiting.recv(1) if waiting is self.datagrams else waiting.accept()[0].close()
+        waiting.recv(1) if waiting in self.datagrams else waiting.accept()[0].close()
         found.append(f'{waiting.getsockname()!r} was reached')
       except BlockingIOError:
         continue
@@ -82,7 +86,7 @@ class Host:
   def close(self):
     self.victim.kill()
     self.victim.wait()
-    for one in (*self.listeners, self.datagrams):
+    for one in (*self.listeners, *self.datagrams):
       one.close()
     shutil.rmtree(self.folder)
 

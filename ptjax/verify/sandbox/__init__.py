@@ -252,12 +252,18 @@ class Sandbox:
       except SandboxError as error:
         logging.warning('sandbox worker replaced: %s', error)
         self._put_back(worker, usable=False)
+      except BaseException:
+        self._put_back(worker, usable=False)
+        raise
     worker = tiers.launch(self.tier, self._readable)
     with self._lock:
+      closed = self._closed
       self._busy.add(worker)
     try:
+      if closed:
+        raise SandboxError('this sandbox is closed')
       return Job(worker, *job, release)
-    except SandboxError:
+    except BaseException:
       self._put_back(worker, usable=False)
       raise
 
@@ -282,8 +288,8 @@ class Sandbox:
 
 def _request(argv, files, limits: Limits, env, collect) -> tuple[dict, dict, list[bytes]]:
   """The job as Worker.submit takes it. Raises ValueError."""
-  if isinstance(argv, str) or not argv or not all(isinstance(a, str) and '\0' not in a for a in argv):
-    raise ValueError(f'sandbox argv = {argv!r} must be a non-empty list of strings')
+  if isinstance(argv, str) or not argv or not all(isinstance(a, str) and '\0' not in a for a in argv) or not argv[0]:
+    raise ValueError(f'sandbox argv = {argv!r} must be a non-empty list of strings that names a program first')
   if argv[0] == WARM_PYTHON and len(argv) < (3 if argv[1:2] == ['-c'] else 2):
     raise ValueError(f"sandbox argv = {argv!r}: {WARM_PYTHON} needs a script, or '-c' and code")
   check_paths(files, collect)

@@ -7,6 +7,7 @@ here follows a link, recurses, or trusts a name, a depth or a mode.
 import fcntl
 import os
 import stat
+from collections.abc import Container
 
 FOLDERS = '/tmp/ptjax-job-'
 
@@ -27,12 +28,14 @@ def _lock(path: str) -> int:
   return descriptor
 
 
-def sweep():
-  """Removes the folders of keepers that were killed before they could."""
+def sweep(owners: Container[int]):
+  """Removes the folders of keepers that were killed before they could, of those that these users own."""
   for name in os.listdir(os.path.dirname(FOLDERS)):
     path = os.path.join(os.path.dirname(FOLDERS), name)
     if path.startswith(FOLDERS):
       try:
+        if os.lstat(path).st_uid not in owners:
+          continue
         os.close(_lock(path))
         erase(path)
       except OSError:
@@ -62,20 +65,29 @@ def count_bytes(top: str, most: int) -> float:
   return total
 
 
+def _open_up(name: str, parent: int | None) -> int:
+  """A descriptor of a folder, to which its owner has all rights from then on; through no link, whoever swaps them."""
+  found = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+  try:
+    os.chmod(f'/proc/self/fd/{found}', 0o700)
+    return os.open('.', os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=found)
+  finally:
+    os.close(found)
+
+
 def erase(top: str):
   """Removes a hostile tree of any depth: sub-folders are moved up and emptied one by one, through no link."""
-  folder = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+  folder = _open_up(top, None)
   moved = 0
   while names := os.listdir(folder):
     for name in names:
       if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
         os.unlink(name, dir_fd=folder)
         continue
-      os.chmod(name, 0o700, dir_fd=folder)
-      inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+      inner = _open_up(name, folder)
       for below in os.listdir(inner):
         if stat.S_ISDIR(os.stat(below, dir_fd=inner, follow_symlinks=False).st_mode):
-          os.chmod(below, 0o700, dir_fd=inner)
+          os.close(_open_up(below, inner))  # moving a folder takes the right to write into it
         moved += 1
         os.rename(below, f'.erase-{moved}-{os.urandom(4).hex()}', src_dir_fd=inner, dst_dir_fd=folder)
       os.close(inner)

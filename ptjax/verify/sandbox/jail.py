@@ -26,7 +26,7 @@ JOB_UID = 1000  # what a job in a user namespace sees
 SYSTEM = ('/usr', '/bin', '/sbin', '/lib', '/lib32', '/lib64', '/libx32', '/etc/alternatives')
 ETC_COPIES = ('ld.so.cache', 'ld.so.conf', 'localtime', 'mime.types', 'os-release')
 TEMPORARY = {'/tmp': 'box/tmp', '/var/tmp': '../box/tmp', '/dev/shm': '../box/shm'}
-DEVICES = ('null', 'zero', 'full', 'random', 'urandom')
+DEVICES = ('null', 'full', 'random', 'urandom')  # no `zero`: mapped, it is shared memory that no look finds
 ACCOUNTS = 'root:x:0:0::/root:/bin/sh\njob:x:{0}:{0}::/box/home:/bin/sh\nnobody:x:65534:65534::/:/bin/false\n'
 INODES_PER_MB = 256  # a job's files are counted as well as its bytes
 INODES_AT_LEAST = 4096
@@ -71,11 +71,12 @@ def reap_all():
 
 def set_limits(limits: dict, processes: int | None):
   """The kernel's own per-process limits, a backstop behind the keeper's per-job ones."""
+  # A core limit of 0 does not keep the kernel from piping a core to a program of the host; 1 does.
   cpu, disk = int(limits['cpu_s']) + 2, int(limits['disk_mb'] * 2**20)
   # Runtimes reserve far more addresses than they touch, so this only bounds how far a burst can go.
   space = int(limits['memory_mb'] * 4 + 2048) << 20
   for kind, value in ((resource.RLIMIT_CPU, cpu), (resource.RLIMIT_AS, space), (resource.RLIMIT_FSIZE, disk),
-                      (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, 256), (resource.RLIMIT_MEMLOCK, 65536),
+                      (resource.RLIMIT_CORE, 1), (resource.RLIMIT_NOFILE, 256), (resource.RLIMIT_MEMLOCK, 65536),
                       (resource.RLIMIT_NPROC, processes)):
     if value is not None:
       hard = resource.getrlimit(kind)[1]
@@ -88,8 +89,9 @@ class Namespaced:
 
   The worker is process 1 of its own pid, mount, network, ipc, uts and cgroup namespaces over a minimal read-only
   root. Each keeper is process 1 of further pid and mount (and user) namespaces, so its end is the end of its job.
-  Namespaces outlive a job, and no job meets another in them: they run one at a time, all of a job's processes are
-  killed at one stroke from process 1, and the one file system that it could write to is mounted for it alone.
+  Namespaces may outlive a job, and no job meets another in them: they run one at a time, all of a job's processes are
+  killed at one stroke from process 1, the one file system that it could write to is mounted for it alone, and where it
+  used the network the next job gets new ones.
   """
 
   work, home, temporary = '/box/work', '/box/home', '/tmp'
@@ -105,7 +107,7 @@ class Namespaced:
       self.uid, self._lock = claim_uid()
     elif self.tier == 'root':
       raise OSError(errno.EPERM, 'tier root: not the root user')
-    flags = linux.NEWNS | linux.NEWPID | linux.NEWNET | linux.NEWIPC | linux.NEWUTS | linux.NEWCGROUP
+    flags = linux.NEWNS | linux.NEWPID | linux.NEWCGROUP
     linux.unshare(flags if root else flags | linux.NEWUSER)
     if not root:
       self._map_user(self.uid)
@@ -113,8 +115,6 @@ class Namespaced:
     if worker:
       self._outlive(worker)
     linux.set_parent_death_signal(signal.SIGKILL)
-    socket.sethostname('sandbox')
-    _raise_loopback()
     self._build_root()
     if root and self.tier == 'userns':
       become(self.uid)
@@ -179,7 +179,7 @@ class Namespaced:
 
   def fork(self) -> int:
     self.gid = os.getegid()
-    flags = linux.NEWPID | linux.NEWNS
+    flags = linux.NEWPID | linux.NEWNS | linux.NEWNET | linux.NEWIPC | linux.NEWUTS
     return linux.fork_into(flags | linux.NEWUSER if self.tier == 'userns' else flags)
 
   def isolate(self):
@@ -187,6 +187,8 @@ class Namespaced:
       self._map_user(JOB_UID)
     linux.set_dumpable(False)  # the job cannot open this process's memory, descriptors or environment
     linux.bound_capabilities()
+    socket.sethostname('sandbox')
+    _raise_loopback()
     linux.mount('proc', '/proc', 'proc', linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC)
 
   def prepare(self):
@@ -199,6 +201,7 @@ class Namespaced:
     for kept, path in self._below_temporary:
       os.makedirs(path)
       linux.mount(kept, path, None, linux.MS_BIND | linux.MS_REC)
+    self.folder = os.open(self.work, os.O_RDONLY | os.O_DIRECTORY)  # whatever the job calls it later
 
   def begin(self, limits: dict):
     size = f'size={int(limits["disk_mb"] * 2**20)},nr_inodes={inode_limit(limits["disk_mb"])}'
@@ -220,7 +223,7 @@ class Namespaced:
   def disk_bytes(self, limits: dict) -> float:
     return 0.0  # the tmpfs holds its own size
 
-  def inspect(self, pids: list[int]) -> tuple:
+  def inspect(self, pids: list[int]) -> tuple | None:
     return processes.inspect(pids, None)
 
   def kill_all(self):
@@ -233,7 +236,14 @@ class Namespaced:
     """What is left when a keeper died: nothing, for process 1 takes its namespace along."""
 
   def clean(self):
+    os.close(self.folder)
     linux.detach('/box')
+
+  def is_as_new(self) -> bool:
+    """Whether no packet has passed, for counters and connections that end would be seen by the next job."""
+    with open('/proc/self/net/dev', 'rb') as file:
+      rows = dict(line.split(b':') for line in file if b':' in line)
+    return set(rows) == {b'    lo'} and not any(map(int, rows[b'    lo'].split()))
 
 
 class Landlocked:
@@ -253,7 +263,7 @@ class Landlocked:
       raise OSError(errno.ENOSYS, f'landlock: version {linux.landlock_abi()} is too old for tier {self.tier}')
     if (self.tier == 'uid') != (os.geteuid() == 0):
       raise OSError(errno.EPERM, f'tier {self.tier}: this process has uid {os.geteuid()}')
-    folders.sweep()
+    folders.sweep((os.geteuid(), *range(FIRST_UID, FIRST_UID + SPARE_UIDS)))
     if self.tier == 'uid':
       self.uid, self._lock = claim_uid()
       # What a worker that had this uid and was killed with its keeper may have left.
@@ -270,7 +280,7 @@ class Landlocked:
       linux.scope_signals()
 
   def prepare(self):
-    self.work, self._folder = folders.make()
+    self.work, self.folder = folders.make()
     self.home = self.temporary = self.work
     if self.tier == 'uid':
       os.chown(self.work, self.uid, self.uid)
@@ -300,7 +310,7 @@ class Landlocked:
   def inspect(self, pids: list[int]) -> tuple | None:
     """As processes.inspect; asked as the job's uid in tier uid, for the rights of a default container are too few.
 
-    None when the job stopped or killed whoever asked.
+    None also when the job stopped or killed whoever asked.
     """
     if self.tier != 'uid':
       return processes.inspect(pids, self._device)
@@ -316,6 +326,12 @@ class Landlocked:
       return json.loads(text)
     return None if stopped else (0, 0, pids)
 
+  def _kill_all_of_uid(self):
+    try:
+      _await_helper(self._fork_as_job(lambda: os.kill(-1, signal.SIGKILL)), 0.1)
+    except BlockingIOError:
+      return  # no process left on the host for this: those killed one by one make room
+
   def _fork_as_job(self, action) -> int:
     """The pid of a child that does one thing as the job's uid. The job can stop or kill it."""
     helper = os.fork()
@@ -330,7 +346,7 @@ class Landlocked:
   def kill_all(self):
     if self.tier == 'uid':
       # As root, which the job cannot hinder; and at one stroke, which its forks cannot outrun.
-      kill_tree(self.processes, lambda: _await_helper(self._fork_as_job(lambda: os.kill(-1, signal.SIGKILL)), 0.1))
+      kill_tree(self.processes, self._kill_all_of_uid)
       return
     try:
       os.kill(-1, signal.SIGKILL)  # reaches only this keeper's Landlock domain, which `prepare` has entered
@@ -343,7 +359,10 @@ class Landlocked:
 
   def clean(self):
     folders.erase(self.work)
-    os.close(self._folder)
+    os.close(self.folder)
+
+  def is_as_new(self) -> bool:
+    return True
 
 
 class Bare(Landlocked):
@@ -351,13 +370,13 @@ class Bare(Landlocked):
 
   def enter(self):
     linux.become_subreaper()
-    folders.sweep()
+    folders.sweep((os.geteuid(),))
 
   def isolate(self):
     linux.become_subreaper()
 
   def prepare(self):
-    self.work, self._folder = folders.make()
+    self.work, self.folder = folders.make()
     self.home = self.temporary = self.work
 
   def owner(self) -> None:

@@ -33,6 +33,8 @@ TICKS_PER_S = os.sysconf('SC_CLK_TCK')
 WARM_PYTHON = 'warm-python'
 PATH = '/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin'
 REASONS = {b'o': 'output', b'k': ''}  # what the trainer may ask to end a job for
+TELL = 200  # the descriptor on which a job's process says why it could not be shut in
+MOST_COLLECTED = 1 << 30  # bytes of files to return
 MOST_JOBS = 500  # of one keeper
 AFRESH, HUNG_UP = 0, 4  # why a keeper ends: another is to follow, or the trainer is gone
 
@@ -88,7 +90,8 @@ def serve_one(control: socket.socket, jail) -> bool:
     head, descriptors = receive_head(control)
     jail.begin(head['limits'])
     ended = Watch(control, jail, head, descriptors).run()
-    found = open_files(jail.work, head['collect'], int(head['limits']['disk_mb'] * 2**20))
+    most = min(int(head['limits']['disk_mb'] * 2**20), MOST_COLLECTED)
+    found = open_files(jail.folder, head['collect'], most)
   finally:
     jail.kill_all()
     jails.reap_all()
@@ -96,12 +99,12 @@ def serve_one(control: socket.socket, jail) -> bool:
   send_message(control, {'ended': dict(ended, files=[[name, size] for name, _, size in found])})
   for _, descriptor, size in found:
     send_file(control, descriptor, size)
-  return ended['verdict'] == 'contained' and not head['collect']
+  return ended['verdict'] == 'contained' and not head['collect'] and jail.is_as_new()
 
 
-def open_files(work: str, names: list[str], most: int) -> list[tuple[str, int, int]]:
+def open_files(folder: int, names: list[str], most: int) -> list[tuple[str, int, int]]:
   """(name, descriptor, size) of those that are regular files, reached through no link, up to `most` bytes in all."""
-  found, folder = [], os.open(work, os.O_RDONLY | os.O_DIRECTORY)
+  found = []
   for name in names:
     try:
       descriptor = linux.open_beneath(folder, name)
@@ -113,7 +116,6 @@ def open_files(work: str, names: list[str], most: int) -> list[tuple[str, int, i
       found.append((name, descriptor, status.st_size))
     else:
       os.close(descriptor)
-  os.close(folder)
   return found
 
 
@@ -147,7 +149,8 @@ class Watch:
     self.jail.kill_all()
     self._reap(0)
     self.cpu_s = max(self.cpu_s, waited_s() - self._earlier_s)
-    code = os.waitstatus_to_exitcode(self.status) if self.status is not None else -signal.SIGKILL
+    ended_itself = self.status is not None and not reason
+    code = os.waitstatus_to_exitcode(self.status) if ended_itself else -signal.SIGKILL
     if reason is None and code in (-signal.SIGKILL, -signal.SIGXCPU) and self.cpu_s >= self.limits['cpu_s']:
       reason = 'cpu'
     return {'verdict': f'limit:{reason}' if reason else 'contained', 'returncode': code, 'wall_s': wall_s,
@@ -159,9 +162,10 @@ class Watch:
     pid = os.fork()
     if pid == 0:
       try:
-        become_job(self.control, self.jail, self.head, self.descriptors, tell)
+        os.dup2(tell, TELL, inheritable=False)
+        become_job(self.control, self.jail, self.head, self.descriptors)
       except BaseException as error:  # this process must never return into the keeper's code
-        os.write(tell, f'{type(error).__name__}: {error}'.encode()[:4000])
+        os.write(TELL, f'{type(error).__name__}: {error}'.encode()[:4000])
       finally:
         os._exit(126)
     os.close(tell)
@@ -221,16 +225,18 @@ class Watch:
     resident_kb, pids = {}, self.jail.processes()
     for pid in pids:
       try:
-        fields, (own, waited) = processes.read_status(pid), processes.read_ticks(pid)
+        (own_threads, resident_kb[pid]), (own, waited) = processes.read_status(pid), processes.read_ticks(pid)
       except (FileNotFoundError, ProcessLookupError):
         continue
-      resident_kb[pid] = sum(fields.get(name, 0) for name in ('RssAnon', 'RssShmem', 'VmSwap'))
-      threads += fields['Threads']
+      threads += own_threads
       ticks += own + waited
       self._own_ticks[pid] = own
     memory_kb, most_kb = sum(resident_kb.values()), self.limits['memory_mb'] * 1024
     if memory_kb > most_kb or self._looks % SLOW_LOOKS == 0:
-      found = self.jail.inspect(pids)
+      try:
+        found = self.jail.inspect(pids)
+      except BlockingIOError:  # the host has no process left for a look at the job: it may have them all
+        return 'pids'
       if found is None or self._hides(found[2]):
         return 'memory'
       memory_kb = found[0] + sum(resident_kb.get(pid, 0) for pid in found[2])
@@ -279,17 +285,16 @@ def receive_body(control: socket.socket, jail, size: int) -> dict:
   return body
 
 
-def become_job(control: socket.socket, jail, head: dict, descriptors: list[int], tell: int):
+def become_job(control: socket.socket, jail, head: dict, descriptors: list[int]):
   """Turns this fresh process into the job. Returns only by an exception, and only before the job's code has run."""
   body = receive_body(control, jail, head['body'])
   os.setsid()
-  kept = os.dup2(tell, 250, inheritable=False)
   # Duplicates first, out of the way of the targets.
-  copies = [os.dup2(descriptor, 240 + i, inheritable=False) for i, descriptor in enumerate(descriptors)]
+  copies = [os.dup2(descriptor, TELL + 1 + i, inheritable=False) for i, descriptor in enumerate(descriptors)]
   for target, descriptor in enumerate(copies):
     os.dup2(descriptor, target)
-  os.closerange(len(copies), kept)
-  os.closerange(kept + 1, 1 << 12)
+  os.closerange(len(copies), TELL)
+  os.closerange(TELL + 1, 1 << 12)  # the worker's own are all below
   os.chdir(jail.work)
   linux.set_dumpable(True)  # not the keeper's secret any more: the job may read its own /proc/self
   raise_oom_score()
@@ -299,7 +304,7 @@ def become_job(control: socket.socket, jail, head: dict, descriptors: list[int],
   argv = body['argv']
   if argv[0] == WARM_PYTHON:
     os.environ.update(environment)  # over nothing: the worker has none
-    os.close(kept)
+    os.close(TELL)
     run_warm(argv[1:])
   for number in (signal.SIGPIPE, signal.SIGXFSZ):
     signal.signal(number, signal.SIG_DFL)  # which this interpreter ignores

@@ -7,6 +7,9 @@ a process that has ended since it was listed; nothing a process calls itself is 
 import os
 import stat
 
+MOST_MAPS_BYTES = 8 << 20  # of /proc/PID/maps of all processes of a job: about 100 000 mappings
+_OWN = (b'RssAnon', b'RssShmem', b'VmSwap', b'VmPTE')
+
 
 def below(root: int) -> list[int]:
   """All descendants of a process."""
@@ -41,11 +44,13 @@ def count_threads(uid: int) -> int:
   return count
 
 
-def read_status(pid: int) -> dict[str, int]:
-  """Threads, and the memory fields in kB."""
-  with open(f'/proc/{pid}/status', errors='replace') as file:
-    pairs = (line.split(':', 1) for line in file)
-    return {name: int(text.split()[0]) for name, text in pairs if name == 'Threads' or name.startswith(('Rss', 'VmS'))}
+def read_status(pid: int) -> tuple[int, int]:
+  """Threads, and kB of memory that is the process's own: its pages, what it swapped out, its page tables."""
+  with open(f'/proc/{pid}/status', 'rb') as file:
+    lines = file.read().split(b'\n')[1:]  # the first is a name of the process's own choice
+  pairs = dict(line.split(b':', 1) for line in lines if b':' in line)
+  own_kb = sum(int(pairs[name].split()[0]) for name in _OWN if name in pairs)  # a dead process has none
+  return int(pairs[b'Threads']), own_kb
 
 
 def read_ticks(pid: int) -> tuple[int, int]:
@@ -55,28 +60,33 @@ def read_ticks(pid: int) -> tuple[int, int]:
   return times[0] + times[1], times[2] + times[3]
 
 
-def inspect(pids: list[int], device: int | None) -> tuple[int, int, list[int]]:
+def inspect(pids: list[int], device: int | None) -> tuple[int, float, list[int]] | None:
   """What the cheap numbers miss: (kB of memory, bytes in unlinked files, processes that hide).
 
-  A page that processes share counts once. Anonymous shared memory counts as mapped, for touched pages can be dropped
-  from a process and stay allocated. Unlinked files that are still open are counted on `device` only. A process that
-  is just ending cannot be looked at either, so hiding for long is what tells.
+  A page that processes share counts once. Unlinked files that are still open or mapped are counted on `device` only.
+  A process that is just ending cannot be looked at either, so hiding for long is what tells. None when the processes
+  have so many mappings that to look at them would take longer than a look may.
   """
-  own_kb = shared_kb = 0
-  mapped_kb, unlinked, hidden = {}, {}, []
+  total_kb = unlinked_bytes = 0
+  left, unlinked, hidden = MOST_MAPS_BYTES, {}, []
   for pid in pids:
     try:
-      own, shared = _proportional_kb(pid)
-      own_kb, shared_kb = own_kb + own, shared_kb + shared
-      mapped_kb |= {inode: max(size, mapped_kb.get(inode, 0)) for inode, size in _zero_maps(pid).items()}
+      maps = _maps(pid, left + 1)
+      left -= len(maps)
+      if left < 0:
+        return None
+      total_kb += _proportional_kb(pid) + _page_tables_kb(pid)
       if device is not None:
-        unlinked |= _unlinked_files(pid, device)
+        open_files = _unlinked_files(pid, device)
+        unlinked |= open_files
+        if _mapped_deleted(maps, device) - open_files.keys():
+          unlinked_bytes = float('inf')  # mapped, but open nowhere: its size cannot be known
     except (FileNotFoundError, ProcessLookupError):
       continue
     except PermissionError:
       if not _is_dead(pid):
         hidden.append(pid)
-  return own_kb + max(shared_kb, sum(mapped_kb.values())), sum(unlinked.values()), hidden
+  return total_kb, unlinked_bytes + sum(unlinked.values()), hidden
 
 
 def _is_dead(pid: int) -> bool:
@@ -88,28 +98,40 @@ def _is_dead(pid: int) -> bool:
     return True
 
 
-def _proportional_kb(pid: int) -> tuple[int, int]:
-  """Private and shared memory, each page divided by how many processes have it."""
+def _maps(pid: int, most: int) -> bytes:
+  parts = []
+  with open(f'/proc/{pid}/maps', 'rb', buffering=0) as file:
+    while most > 0 and (part := file.read(1 << 16)):
+      parts.append(part)
+      most -= len(part)
+  return b''.join(parts)
+
+
+def _proportional_kb(pid: int) -> int:
+  """Memory with each page divided by how many processes have it."""
   with open(f'/proc/{pid}/smaps_rollup', 'rb') as file:
     sizes = {words[0]: int(words[1]) for words in map(bytes.split, file) if words[-1] == b'kB'}
-  return sizes[b'Pss_Anon:'] + sizes[b'SwapPss:'], sizes[b'Pss_Shmem:']
+  return sizes[b'Pss_Anon:'] + sizes[b'SwapPss:'] + sizes[b'Pss_Shmem:']
 
 
-def _zero_maps(pid: int) -> dict[bytes, int]:
-  sizes = {}
-  with open(f'/proc/{pid}/maps', 'rb') as file:
-    for line in file:
-      if line.rstrip().endswith(b'/dev/zero (deleted)'):
-        area, _, _, _, inode = line.split()[:5]
-        first, last = (int(edge, 16) for edge in area.split(b'-'))
-        sizes[inode] = sizes.get(inode, 0) + (last - first >> 10)
-  return sizes
+def _page_tables_kb(pid: int) -> int:
+  with open(f'/proc/{pid}/status', 'rb') as file:
+    found = file.read().split(b'\nVmPTE:')[1:]
+  return int(found[-1].split()[0]) if found else 0
+
+
+def _mapped_deleted(maps: bytes, device: int) -> set[int]:
+  wanted = b'%02x:%02x' % (os.major(device), os.minor(device))
+  rows = [line.split(None, 5) for line in maps.split(b'\n') if line.endswith(b' (deleted)')]
+  return {int(row[4]) for row in rows if row[3] == wanted}
 
 
 def _unlinked_files(pid: int, device: int) -> dict[int, int]:
+  """Inode -> bytes on disk. Each thread may have descriptors of its own."""
   sizes = {}
-  for name in os.listdir(f'/proc/{pid}/fd'):
-    status = os.stat(f'/proc/{pid}/fd/{name}')
-    if status.st_nlink == 0 and status.st_dev == device and stat.S_ISREG(status.st_mode):
-      sizes[status.st_ino] = status.st_blocks * 512
+  for thread in os.listdir(f'/proc/{pid}/task'):
+    for name in os.listdir(f'/proc/{pid}/task/{thread}/fd'):
+      status = os.stat(f'/proc/{pid}/task/{thread}/fd/{name}')
+      if status.st_nlink == 0 and status.st_dev == device and stat.S_ISREG(status.st_mode):
+        sizes[status.st_ino] = status.st_blocks * 512
   return sizes

@@ -12,13 +12,16 @@ import socket
 import struct
 import subprocess
 import time
+import weakref
 
 # argv[0] of a job that is a fork of the warm interpreter.
 WARM_PYTHON = 'warm-python'
+ZYGOTE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'zygote.py')
 CHUNK = 1 << 16
 CHANNEL_BYTES = 1 << 20  # of answers that nobody has received yet; past that the job is over its output limit
 START_S = 20.0  # for a worker to get ready
 GRACE_S = 10.0  # past a job's wall limit, for its keeper to end it
+DRAIN_S = 1.0  # for what a dead job has written to arrive
 REPORT_BYTES = 1 << 30
 
 
@@ -55,8 +58,7 @@ class Worker:
     config = {'tier': tier, 'control': theirs.fileno(), 'readable': readable}
     with theirs:
       self._process = subprocess.Popen(
-          [interpreter, '-I', '-S', os.path.join(os.path.dirname(os.path.abspath(__file__)), 'zygote.py'),
-           json.dumps(config)],
+          [interpreter, '-I', '-S', ZYGOTE, json.dumps(config)],
           stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
           env={}, cwd='/', start_new_session=True)
 
@@ -117,6 +119,7 @@ class Worker:
 
   def close(self):
     """Ends the worker and all it runs, and waits for that. A Job that still waits for it must hang up instead."""
+    self.hang_up()
     self._control.close()
     self.wait()
 
@@ -126,6 +129,11 @@ class Worker:
     except subprocess.TimeoutExpired:
       self._process.kill()
       self._process.wait()
+
+
+# A child that the trainer forks must not hold the ends of a job's pipes, or the job would wait for their end for ever.
+_open_jobs: weakref.WeakSet = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [job._let_go() for job in list(_open_jobs)])
 
 
 class Job:
@@ -139,7 +147,7 @@ class Job:
     self._worker, self._limits, self._release = worker, head['limits'], release
     self._stdin, self._output, self._printed = memoryview(stdin), {'stdout': bytearray(), 'stderr': bytearray()}, 0
     self._answers, self._hung_up, self._ended, self._result = bytearray(), not channel, None, None
-    self._flooded, self._failure = False, None
+    self._flooded, self._failure, self._given_back = False, None, False
     self._selector = selectors.DefaultSelector()
     self._channel = None
     try:
@@ -156,6 +164,7 @@ class Job:
       for end in theirs:
         os.close(end) if isinstance(end, int) else end.close()
     self._deadline = time.monotonic() + self._limits['wall_s'] + GRACE_S
+    _open_jobs.add(self)
 
   def _open(self, channel: bool) -> list:
     """Makes the pipes, watches our ends, and returns the job's ends in the order of its descriptors."""
@@ -164,7 +173,8 @@ class Job:
     our_stderr, their_stderr = os.pipe()
     for end in (their_stdin, their_stdout, their_stderr):
       os.fchmod(end, 0o666)  # so that /dev/stdout opens for the job's uid
-    os.set_blocking(our_stdin, False)
+    for end in (our_stdin, our_stdout, our_stderr):
+      os.set_blocking(end, False)
     self._selector.register(our_stdin, selectors.EVENT_WRITE, self._feed)
     self._selector.register(our_stdout, selectors.EVENT_READ, lambda end: self._drain(end, 'stdout'))
     self._selector.register(our_stderr, selectors.EVENT_READ, lambda end: self._drain(end, 'stderr'))
@@ -173,6 +183,7 @@ class Job:
     if channel:
       self._channel, far = socket.socketpair()
       self._channel.setblocking(False)
+      self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)  # or an urgent byte could not be read
       self._selector.register(self._channel, selectors.EVENT_READ, self._listen)
       theirs.append(far)
     return theirs
@@ -240,7 +251,7 @@ class Job:
           key.data(key.fileobj)
       if self._ended is None and time.monotonic() > self._deadline:
         raise SandboxError(f'sandbox worker, tier {self._worker.tier}: silent {GRACE_S} s past the wall limit')
-    except SandboxError as error:
+    except BaseException as error:  # whatever it is, the place must be free again
       self._abandon(error)
       raise
 
@@ -255,7 +266,10 @@ class Job:
       self._forget(end)
 
   def _drain(self, end: int, name: str):
-    data = os.read(end, CHUNK)
+    try:
+      data = os.read(end, CHUNK)
+    except BlockingIOError:
+      return
     if not data:
       self._forget(end)
     room = max(0, int(self._limits['output_bytes']) - self._printed)
@@ -267,6 +281,8 @@ class Job:
   def _listen(self, channel: socket.socket):
     try:
       data = channel.recv(CHUNK)
+    except BlockingIOError:
+      return
     except ConnectionResetError:
       data = b''  # it ended with questions unread
     self._answers += data
@@ -286,22 +302,43 @@ class Job:
     if 'died' in message:
       raise SandboxError(f'sandbox worker, tier {worker.tier}: its keeper died with status {message["died"]}')
     self._ended = message['ended']
-    watched = self._selector.get_map()
-    for key in [key for key in watched.values() if key.data not in (self._feed, self._report)]:
-      while key.fileobj in watched:
-        key.data(key.fileobj)  # every writer is dead, so each of these ends
+    self._drain_all()
     if self._flooded:
       self._ended['verdict'] = 'limit:output'
     output = {name: bytes(data) for name, data in self._output.items()}
     self._result = JobResult(**self._ended, **output, tier=worker.tier)
-    self._close()
-    self._release(worker, True)
+    self._give_back(usable=True)
 
-  def _abandon(self, error: SandboxError):
+  def _drain_all(self):
+    """Reads what is left. Every writer is dead, so each end comes at once, unless the job has sent it elsewhere."""
+    self._selector.unregister(self._worker)
+    for end in [key.fileobj for key in self._selector.get_map().values() if key.data == self._feed]:
+      self._forget(end)
+    deadline = time.monotonic() + DRAIN_S
+    while self._selector.get_map() and time.monotonic() < deadline:
+      for key, _ in self._selector.select(0.1):
+        key.data(key.fileobj)
+
+  def _abandon(self, error: BaseException):
     """The worker is of no use any more: its end is the end of the job."""
-    self._failure = error
-    self._close()
-    self._release(self._worker, False)
+    self._failure = self._failure or error
+    self._give_back(usable=False)
+
+  def _give_back(self, usable: bool):
+    if not self._given_back:
+      self._given_back = True
+      self._close()
+      self._release(self._worker, usable)
+
+  def _let_go(self):
+    """In a forked child: closes this job's ends. The parent's are not touched, nor what it waits for."""
+    self._hung_up = True
+    for key in self._selector.get_map().values() if self._selector.get_map() else ():
+      if isinstance(key.fileobj, int):
+        os.close(key.fileobj)
+    self._selector.close()
+    if self._channel is not None:
+      self._channel.close()
 
   def _forget(self, end: int):
     self._selector.unregister(end)

@@ -22,12 +22,15 @@ import linux  # pylint: disable=wrong-import-position
 PRELOADED = ('bisect', 'collections', 'copy', 'functools', 'heapq', 'itertools', 'json', 'math', 'operator', 're',
              'random', 'string', 'traceback', 'typing')
 GAVE_UP = 3
+CONTROL = 3
 GRACE_MS = 3000  # for a keeper to clean up after the trainer has gone
 
 
 def main():
   config = json.loads(sys.argv[1])
-  control = socket.socket(fileno=config['control'])
+  os.dup2(config['control'], CONTROL, inheritable=False)
+  os.closerange(CONTROL + 1, config['control'] + 1)  # from here on every descriptor has a low number
+  control = socket.socket(fileno=CONTROL)
   trainer = os.pidfd_open(os.getppid())
   os.environ.clear()  # of what the interpreter itself put there
   for name in PRELOADED:
