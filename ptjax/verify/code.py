@@ -8,6 +8,7 @@ other languages (languages.LANGUAGES) are built in a job of their own and take s
 """
 
 import ast
+import builtins
 import dataclasses
 import functools
 import importlib.util
@@ -16,14 +17,13 @@ import json
 import marshal
 import math
 import pathlib
-import re
 import time
-import warnings
 import zipfile
 from collections.abc import Iterator
 from typing import Any
 
 from ptjax import types
+from ptjax.verify import code_blocks
 from ptjax.verify import languages
 from ptjax.verify import plain_values
 from ptjax.verify import sandbox
@@ -37,54 +37,12 @@ _TESTS_START_S = 6.0
 _OURS = {*_PROGRAMS, 'solution', 'solution.py', 'tests.py', *(row.source for row in languages.LANGUAGES.values())}
 _PYTEST_PACKAGES = ('pytest', '_pytest', 'py', 'pluggy', 'iniconfig', 'packaging', 'pygments')
 _LEXERS = ('__init__.py', '_mapping.py', 'python.py', 'diff.py')
-_MAX_SOURCE_CHARS = 1 << 16
-_MAX_LINE_BYTES = 4 << 20
-_FENCE = re.compile(r'^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```[ \t]*$|\Z)', re.DOTALL | re.MULTILINE)
-_PYTHON_MARKS = ('', 'python', 'python3', 'py')
-_PROGRAM = re.compile(r'^\s*(?:def|class|import|from|async|print\s*\()', re.MULTILINE)
-_CODE_LINE = re.compile(r'(?:def|class|import|from|async|@)\b|@\w')
+_MAX_LINE_BYTES = 16 << 20
+_WINDOW_BYTES = 1 << 16  # of calls sent before their replies are read
 _DEFAULT_LIMITS = {'wall_s': 10.0, 'cpu_s': 5.0, 'memory_mb': 256, 'pids': 16}
-
-warnings.filterwarnings('ignore', category=SyntaxWarning, module='solution')
-
 
 class _Malformed(Exception):
   """The solution broke the protocol: it wrote to the channel itself, or ended early."""
-
-
-def extract_code(text: str, entry: str | None = None, language: str = 'python') -> tuple[str, bool]:
-  """The source in a completion and whether it was given in the asked form: code and nothing else.
-
-  A ``` block wins over raw text: the last one that defines `entry`; else the last that parses, one marked as Python
-  or with a definition, an import or a print first; else the last one. Raw text that does not parse loses the prose
-  before its first code line and after its last good one. In other languages the last block marked as such wins, else
-  the last unmarked one, else the last one; raw text is taken whole.
-  """
-  text = text[:_MAX_SOURCE_CHARS].replace('\r\n', '\n')
-  blocks = list(_FENCE.finditer(text))
-  if language != 'python':
-    marked = [b for b in blocks if b.group(1).lower() in languages.lookup(language).marks]
-    block = (marked or [b for b in blocks if not b.group(1)] or blocks or [None])[-1]
-    return (text, bool(text.strip())) if block is None else (block.group(2), block.group().strip() == text.strip())
-  if blocks:
-    defining = [b for b in blocks if entry and re.search(rf'^\s*(?:async\s+)?def\s+{re.escape(entry)}\b',
-                                                         b.group(2), re.MULTILINE)]
-    parsing = [b for b in blocks if b.group(1).lower() in _PYTHON_MARKS and _parses(b.group(2))]
-    marked = [b for b in parsing if b.group(1)]
-    programs = [b for b in parsing if _PROGRAM.search(b.group(2))]
-    block = (defining or marked or programs or parsing or blocks)[-1]
-    return block.group(2), block.group().strip() == text.strip()
-  if _parses(text):
-    return text, bool(text.strip())
-  lines = text.split('\n')
-  start = next((i for i, line in enumerate(lines) if _CODE_LINE.match(line)), None)
-  if start is None:
-    return text, False
-  for end in range(len(lines), max(start, len(lines) - 60), -1):
-    source = '\n'.join(lines[start:end])
-    if _parses(source):
-      return source, False
-  return text, False
 
 
 def check(task: types.Task) -> None:
@@ -99,7 +57,7 @@ def check(task: types.Task) -> None:
   _check_language(tests.get('language', 'python'), _style(tests))
   if _style(tests) in ('call', 'stdio'):
     _cases(tests['text'], _style(tests))
-  elif not _parses(tests['text']):
+  elif not code_blocks.parses(tests['text']):
     raise ValueError('field "tests.text" is not Python that parses')
   for name, content in task.files.items():
     if not isinstance(content, str) or name in _OURS:
@@ -136,7 +94,8 @@ def verify(task: types.Task, text: str, box: sandbox.Sandbox) -> types.Verdict:
   """
   style, limits, language = _style(task.tests), make_limits(task.limits), task.tests.get('language', 'python')
   spec = _cases(task.tests['text'], style) if style in ('call', 'stdio') else {}
-  source, format_ok = extract_code(text, spec.get('entry'), language)
+  wanted = [spec['entry']] if style == 'call' else [] if spec else _names_read(task.tests['text'])
+  source, format_ok = code_blocks.extract(text, wanted, language)
   solution = source.encode('utf-8', 'replace')
   files = {**task.files, 'solution.py': solution}
   if style == 'call':
@@ -146,12 +105,23 @@ def verify(task: types.Task, text: str, box: sandbox.Sandbox) -> types.Verdict:
   elif style == 'stdio':
     outcome = _grade_stdio(languages.Program((sandbox.WARM_PYTHON, 'solution.py'), files, {}), spec, limits, box)
   else:
-    outcome = _grade_program(files, style, task.tests['text'], limits, box)
+    outcome = _grade_program(files, task.files, style, task.tests['text'], limits, box)
   limit = outcome.get('limit', '')
   right = not limit and outcome['tests'] >= 1 and outcome['passed'] == outcome['tests']
   status = 'timeout' if limit in ('limit:time', 'limit:cpu') else 'pass' if right else 'fail'
   score = outcome['passed'] / max(outcome['tests'], 1) if task.tests.get('credit') == 'fraction' else float(right)
   return types.Verdict(status, score, dict(outcome, style=style), format_ok=format_ok)
+
+
+@functools.lru_cache
+def _names_read(tests: str) -> frozenset[str]:
+  """What tests that are a program may want of the solution: the names they read or import from it, and do not bind."""
+  nodes = list(ast.walk(ast.parse(tests)))
+  imported = {a.name for n in nodes if isinstance(n, ast.ImportFrom) and n.module == 'solution' for a in n.names}
+  names = [n for n in nodes if isinstance(n, ast.Name)]
+  bound = {n.id for n in names if not isinstance(n.ctx, ast.Load)}
+  attributes = {n.attr for n in nodes if isinstance(n, ast.Attribute) and getattr(n.value, 'id', '') == 'solution'}
+  return frozenset(imported | attributes | {n.id for n in names} - bound - set(dir(builtins)))
 
 
 def _style(tests: dict) -> str:
@@ -185,8 +155,8 @@ def same_value(got: Any, expected: Any, tolerance: float | None = None) -> bool:
   With a tolerance, numbers other than bools are equal when they differ by at most it, absolutely or relatively.
   """
   if tolerance is not None and type(expected) in (int, float) and type(got) in (int, float):
-    if got == expected:
-      return True
+    if got == expected or math.inf in (abs(got), abs(expected)):
+      return got == expected
     try:
       return abs(got - expected) <= tolerance * max(1.0, abs(expected))
     except OverflowError:  # an int beyond every float
@@ -202,13 +172,6 @@ def same_value(got: Any, expected: Any, tolerance: float | None = None) -> bool:
   if isinstance(expected, (set, frozenset)):
     return {(type(x), x) for x in got} == {(type(x), x) for x in expected}
   return got == expected or (got != got and expected != expected)
-
-
-def _parses(source: str) -> bool:
-  try:
-    return bool(ast.parse(source, filename='solution').body)
-  except (SyntaxError, ValueError, RecursionError, MemoryError):
-    return False
 
 
 def _cases(text: str, style: str) -> dict:
@@ -277,19 +240,27 @@ class _Solution:
     self._count = 0
 
   def ask(self, *requests: dict) -> Iterator[dict]:
-    """The replies in order: {'value'} encoded, or {'error', 'message'}. All requests are sent at once.
+    """The replies in order: {'value'} encoded, or {'error', 'message'}. Requests are sent some at a time.
 
     Raises:
       _Malformed: the next reply is not one to its request, or there is none.
     """
-    first = self._count + 1
-    self._count += len(requests)
-    self._channel.send(*(dict(request, id=first + i) for i, request in enumerate(requests)))
-    for i in range(len(requests)):
-      reply = self._channel.receive(self._deadline - time.monotonic())
-      if reply.get('id') != first + i or not {'value', 'error'} & set(reply):
-        raise _Malformed('a reply that nobody asked for')
-      yield reply
+    lines, size = [], 0
+    for i, request in enumerate(requests):
+      self._count += 1
+      lines.append(_line(dict(request, id=self._count)))
+      size += len(lines[-1])
+      if size >= _WINDOW_BYTES or i + 1 == len(requests):
+        self._channel.send(b''.join(lines))
+        for id_ in range(self._count - len(lines) + 1, self._count + 1):
+          yield self._receive(id_)
+        lines, size = [], 0
+
+  def _receive(self, id_: int) -> dict:
+    reply = self._channel.receive(self._deadline - time.monotonic())
+    if reply.get('id') != id_ or not {'value', 'error'} & set(reply):
+      raise _Malformed('a reply that nobody asked for')
+    return reply
 
   def close(self) -> str:
     """Lets the solution's server end, which its limits bound; returns the limit it broke, or ''."""
@@ -304,9 +275,9 @@ class _Channel:
     self._job = job
     self._pending = b''
 
-  def send(self, *messages: dict):
+  def send(self, lines: bytes):
     try:
-      self._job.send(b''.join(json.dumps(message).encode() + b'\n' for message in messages))
+      self._job.send(lines)
     except BrokenPipeError as e:
       raise _Malformed('it ended early') from e
 
@@ -402,21 +373,22 @@ def _lines(text: str) -> list[str]:
   return [line.rstrip() for line in text.rstrip().split('\n')]
 
 
-def _grade_program(files: dict, style: str, text: str, limits: sandbox.Limits, box: sandbox.Sandbox) -> dict:
+def _grade_program(files: dict, task_files: dict, style: str, text: str, limits: sandbox.Limits,
+                   box: sandbox.Sandbox) -> dict:
   """Runs tests that are a program beside the solution and relays its calls."""
   outcome = {'tests': 0, 'passed': 0}
   programs = _programs('code_tests.py', style)
   # The start of the test program is no fault of the solution, which waits for it.
   limits = dataclasses.replace(limits, wall_s=limits.wall_s + _TESTS_START_S)
   tests_limits = dataclasses.replace(limits, cpu_s=limits.cpu_s + _TESTS_START_S, memory_mb=limits.memory_mb + 256,
-                                     pids=limits.pids + 8)
+                                     pids=limits.pids + 8, disk_mb=limits.disk_mb + 16)
   solution = _Solution(box, files, limits)
   try:
     [names] = solution.ask({'names': True})
     if 'error' in names:
       return dict(outcome, failure=f'{names["error"]}: {names.get("message", "")}'[:500])
     with box.start([sandbox.WARM_PYTHON, 'code_tests.py', style],
-                   files={'tests.py': text} | programs, limits=tests_limits, beside=solution.job) as job:
+                   files={**task_files, 'tests.py': text} | programs, limits=tests_limits, beside=solution.job) as job:
       outcome.update(_relay(_Channel(job), solution, names['value'], limits))
       job.finish()
   except _Malformed as e:
@@ -431,11 +403,15 @@ def _grade_program(files: dict, style: str, text: str, limits: sandbox.Limits, b
 def _relay(tests: _Channel, solution: _Solution, names: Any, limits: sandbox.Limits) -> dict:
   """Serves the tests' calls until they report; a solution that breaks the protocol raises in the tests."""
   deadline = time.monotonic() + limits.wall_s + 5.0
-  tests.send({'names': names})
+  tests.send(_line({'names': names}))
   while True:
     message = tests.receive(deadline - time.monotonic())
     if 'report' in message:
       return message['report']
     [reply] = solution.ask({k: message[k] for k in ('call', 'args', 'kwargs')})
     _decode(reply)
-    tests.send({k: reply[k] for k in ('value', 'error', 'message') if k in reply})
+    tests.send(_line({k: reply[k] for k in ('value', 'error', 'message') if k in reply}))
+
+
+def _line(message: dict) -> bytes:
+  return json.dumps(message).encode() + b'\n'

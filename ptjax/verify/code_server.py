@@ -29,14 +29,14 @@ def load():
 
 
 def error_of(error):
-  """What may be told of an exception: a built-in exception's own name, or RemoteError."""
-  kind = type(error)
-  named = getattr(builtins, kind.__name__, None) is kind and isinstance(error, Exception)
+  """What may be told of an exception: the name of the built-in one that it is or derives from, or RemoteError."""
+  kinds = type(error).__mro__ if isinstance(error, Exception) else ()
+  name = next((k.__name__ for k in kinds if getattr(builtins, k.__name__, None) is k), 'RemoteError')
   try:
-    message = str(error)
+    message = error.args[0] if len(error.args) == 1 and type(error.args[0]) is str else str(error)
   except BaseException:  # pylint: disable=broad-except
     message = ''
-  return {'error': kind.__name__ if named else 'RemoteError', 'message': message[:500]}
+  return {'error': name if name != 'Exception' else 'RemoteError', 'message': message[:500]}
 
 
 def answer(module, request):

@@ -6,6 +6,7 @@ passed; skipped, expected to fail, or never finished is not passed.
 
 import ast
 import builtins
+import importlib
 import json
 import os
 import sys
@@ -70,28 +71,51 @@ def make_solution(source):
   module = types.ModuleType('solution')
   for name, value in plain_values.decode(receive()['names']).items():
     setattr(module, name, proxy(name) if value is None else value[0])
-  # `from solution import *` must not replace what the tests judge with.
+  # `from solution import *` brings what the tests read, which is no hook of their framework, and does not replace what
+  # they judge with.
+  read = {n.id for n in walk(source) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
   judges = {*dir(builtins), *bound_names(source)}
-  module.__all__ = [name for name in vars(module) if not name.startswith('_') and name not in judges]
+  module.__all__ = [name for name in vars(module) if not name.startswith('_') and name in read - judges]
   sys.modules['solution'] = module
   return module
+
+
+def walk(source):
+  try:
+    return list(ast.walk(ast.parse(source)))
+  except (SyntaxError, ValueError, RecursionError):
+    return []  # running them will say so
+
+
+def redefined(source, solution):
+  """Builtins that the tests use and do not import from the solution, which has its own: it would judge itself."""
+  nodes = walk(source)
+  used = {n.id for n in nodes if isinstance(n, ast.Name)}
+  asked_for = {a.name for n in nodes if isinstance(n, ast.ImportFrom) and n.module == 'solution' for a in n.names}
+  own = {name for name in vars(solution) if not name.startswith('_')}
+  return sorted((used & set(dir(builtins)) & own) - asked_for)
 
 
 def bound_names(source):
   """The names that the tests import from elsewhere, define or assign."""
   names = set()
-  try:
-    nodes = list(ast.walk(ast.parse(source)))
-  except (SyntaxError, ValueError, RecursionError):
-    return names  # running them will say so
-  for node in nodes:
+  for node in walk(source):
     if isinstance(node, (ast.Import, ast.ImportFrom)) and getattr(node, 'module', None) != 'solution':
-      names |= {(alias.asname or alias.name).partition('.')[0] for alias in node.names}
+      for alias in node.names:
+        names |= public_names(node.module) if alias.name == '*' else {(alias.asname or alias.name).partition('.')[0]}
     elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
       names.add(node.name)
     elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
       names.add(node.id)
   return names
+
+
+def public_names(module):
+  try:
+    members = vars(importlib.import_module(module))
+  except ImportError:
+    return set()  # running the tests will say so
+  return set(members.get('__all__', [name for name in members if not name.startswith('_')]))
 
 
 class _CountAsserts(ast.NodeTransformer):
@@ -112,10 +136,6 @@ def run_asserts(source, solution):
   namespace = {k: v for k, v in vars(solution).items() if not k.startswith('__')}
   namespace.update(__name__='tests', _count_assert=count)
   tree = ast.parse(source)
-  # A solution's own `abs` or `all` would judge its own answers.
-  taken = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)} & set(dir(builtins)) & set(namespace)
-  if taken:
-    return {'tests': 1, 'passed': 0, 'failure': 'the solution redefines %s, which the tests use' % sorted(taken)}
   asserts = sum(isinstance(node, ast.Assert) for node in ast.walk(tree))
   tree = ast.fix_missing_locations(_CountAsserts().visit(tree))
   try:
@@ -181,12 +201,14 @@ class _PytestCount:
 
 def run_pytest(source, solution):
   del source, solution
-  sys.path.insert(0, os.path.join(os.getcwd(), 'pytest.zip'))
   import pytest  # pylint: disable=g-import-not-at-top
   count = _PytestCount()
-  pytest.main(['-q', '-p', 'no:cacheprovider', '--noconftest', '-c', os.devnull, '--rootdir=.', '--confcutdir=.',
-               '--import-mode=importlib', 'tests.py'], plugins=[count])
+  status = pytest.main(['-q', '-p', 'no:cacheprovider', '--noconftest', '-c', os.devnull, '--rootdir=.',
+                        '--confcutdir=.', '--import-mode=importlib', 'tests.py'], plugins=[count])
   report = {'tests': len(count.items), 'passed': sum(count.items.values())}
+  if status != 0 and report['passed'] == report['tests']:
+    report['tests'] += 1  # something failed that is no test
+    count.failure = count.failure or 'pytest ended with status %s' % status
   return dict(report, failure=count.failure) if count.failure else report
 
 
@@ -197,9 +219,12 @@ def main():
   runner = RUNNERS[sys.argv[1]]
   with open('tests.py', encoding='utf-8') as f:
     source = f.read()
+  sys.path.insert(0, os.path.join(os.getcwd(), 'pytest.zip'))
   solution = make_solution(source)
+  taken = redefined(source, solution)
   try:
-    report = runner(source, solution)
+    report = runner(source, solution) if not taken else {
+        'tests': 1, 'passed': 0, 'failure': 'the solution redefines %s, which the tests use' % taken}
   except BaseException as e:  # pylint: disable=broad-except
     report = {'tests': 1, 'passed': 0, 'failure': failure_of(e)}
   send({'report': report})

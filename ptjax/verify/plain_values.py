@@ -1,12 +1,13 @@
 """Writes plain Python values as JSON and reads them back type for type. Runs inside sandboxes too: stdlib only.
 
-Only exact built-in types cross. An instance of anything else, even of a subclass of int, is refused, so nothing that
-arrives can have behaviour of its own.
+Only exact built-in types arrive, so nothing that arrives can have behaviour of its own. An instance of anything else,
+even of a subclass of int, is refused; a tuple of any class goes as a plain one.
 """
 
 import collections
 
 MAX_DEPTH = 60
+MAX_COLLISIONS = 1000
 _DICTS = (dict, collections.Counter, collections.OrderedDict, collections.defaultdict)
 _SEQUENCES = {list: 'l', tuple: 't', set: 's', frozenset: 'z'}
 _MAKERS = {'l': list, 't': tuple, 's': set, 'z': frozenset}
@@ -27,6 +28,8 @@ def encode(value, depth=0):
     return ['c', value.real.hex(), value.imag.hex()]
   if kind is bytes:
     return ['b', value.hex()]
+  if isinstance(value, tuple):  # a named one too, which equals its plain form
+    kind = tuple
   if kind in _SEQUENCES:
     return [_SEQUENCES[kind], [encode(item, depth + 1) for item in value]]
   if kind in _DICTS:
@@ -50,7 +53,16 @@ def decode(form, depth=0):
   if tag == 'b':
     return bytes.fromhex(payload)
   if tag == 'd':
-    return {decode(k, depth + 1): decode(v, depth + 1) for k, v in payload}
+    keys = _distinct([decode(k, depth + 1) for k, _ in payload])
+    return dict(zip(keys, [decode(v, depth + 1) for _, v in payload]))
   if tag in _MAKERS:
-    return _MAKERS[tag](decode(item, depth + 1) for item in payload)
+    items = [decode(item, depth + 1) for item in payload]
+    return _MAKERS[tag](_distinct(items) if tag in 'sz' else items)
   raise ValueError('malformed value')
+
+
+def _distinct(items):
+  """The items of a set or keys of a dict. ValueError where so many share a hash that to collect them takes for ever."""
+  if len(items) - len({hash(item) for item in items}) > MAX_COLLISIONS:
+    raise ValueError('malformed value')
+  return items

@@ -10,6 +10,7 @@ from absl.testing import parameterized
 from ptjax import types
 from ptjax.verify import base
 from ptjax.verify import code
+from ptjax.verify import plain_values
 
 _DATA = pathlib.Path(__file__).parents[1] / 'data' / 'grading'
 _CASES = json.loads((_DATA / 'cases.json').read_text())
@@ -107,6 +108,25 @@ class CallTest(parameterized.TestCase):
       task = types.Task('t', 'd', (), 'code', tests={'style': style, 'text': text})
       self.assertEqual(verify(task, 'def f(x):\n  return 1').status, 'fail', style)
 
+  def test_an_infinite_value_is_near_to_nothing(self):
+    task = call_task([([1], float('inf'))], tolerance=1e-6)
+    self.assertEqual(verify(task, 'def f(x):\n  return 5').status, 'fail')
+    self.assertEqual(verify(task, 'def f(x):\n  return float("inf")').status, 'pass')
+
+  def test_many_large_values_come_back(self):
+    values = list(range(20_000))
+    task = call_task([([values], values)] * 30)
+    self.assertEqual(verify(task, 'def f(x):\n  return x').status, 'pass')
+
+  def test_urgent_bytes_and_colliding_keys_are_the_solutions_fault(self):
+    for source in ('import socket\ndef f(x):\n  socket.socket(fileno=3).send(b"x", socket.MSG_OOB)\n  return x',
+                   'def f(x):\n  return {i * (2**61 - 1) for i in range(20000)}'):
+      task = types.Task('t', 'd', (), 'code', tests=call_task([([1], 1)]).tests, limits={'cpu_s': 1.0})
+      self.assertIn(verify(task, source).status, ('fail', 'timeout'))
+    value = plain_values.encode({1}) [:1] + [[plain_values.encode(i * (2**61 - 1)) for i in range(50_000)]]
+    with self.assertRaises(ValueError):
+      plain_values.decode(value)
+
   def test_tolerance(self):
     task = call_task([([1], 0.3)], tolerance=1e-6)
     self.assertEqual(verify(task, 'def f(x):\n  return 0.1 + 0.2').status, 'pass')
@@ -174,6 +194,41 @@ class ProgramTest(parameterized.TestCase):
     self.assertEqual(verify(program_task('asserts', text), forged).status, 'fail')
     self.assertEqual(verify(program_task('asserts', text), 'def f(x):\n  return 1.5').status, 'pass')
 
+  @parameterized.parameters(
+      ('asserts', 'from math import *\nfrom solution import *\nassert isclose(f(2), 1.5)', 'isclose'),
+      ('unittest', 'import unittest\nfrom collections import *\nfrom solution import *\nclass T(unittest.TestCase):\n'
+       '  def test_a(self):\n    self.assertEqual(Counter(str(f(2))), Counter("1.5"))', 'Counter'),
+      ('pytest', 'from pytest import *\nfrom solution import *\ndef test_a():\n  assert f(2) == approx(1.5)', 'approx'))
+  def test_nor_what_they_import_with_a_star(self, style, text, judge):
+    forged = f'def f(x):\n  return 0.0\ndef {judge}(*a, **k):\n  return 0.0'
+    self.assertEqual(verify(program_task(style, text), forged).status, 'fail')
+    self.assertEqual(verify(program_task(style, text), 'def f(x):\n  return 1.5').status, 'pass')
+
+  @parameterized.parameters('["solution"]', '"solution"', '["tests"]')
+  def test_a_solution_brings_no_hooks_of_a_framework(self, plugins):
+    text = 'from solution import *\ndef test_a():\n  assert f(1) == 2'
+    hooks = f'pytest_plugins = {plugins}\ndef pytest_pyfunc_call(*a, **k):\n  return True\ndef f(x):\n  return 0'
+    self.assertEqual(verify(program_task('pytest', text), hooks).status, 'fail')
+
+  def test_a_function_named_like_a_builtin_is_tested_where_the_tests_import_it(self):
+    wrong, right = 'def sum(x):\n  return 99', 'def sum(x):\n  t = 0\n  for i in x: t += i\n  return t'
+    for imported, status in (('from solution import sum', 'pass'), ('from solution import *', 'fail')):
+      text = f'import unittest\n{imported}\nclass T(unittest.TestCase):\n  def test_a(self):\n' \
+             '    self.assertEqual(sum([1, 2]), 3)'
+      self.assertEqual(verify(program_task('unittest', text), wrong).status, 'fail')
+      self.assertEqual(verify(program_task('unittest', text), right).status, status)
+
+  def test_tests_have_the_files_of_the_task(self):
+    task = types.Task('t', 'd', (), 'code', files={'a.txt': '5'},
+                      tests={'style': 'asserts', 'text': 'assert f(1) == int(open("a.txt").read())'})
+    self.assertEqual(verify(task, 'def f(x):\n  return 5').status, 'pass')
+
+  def test_an_exception_that_derives_from_a_builtin_is_one(self):
+    text = ('import solution\nfor bad, kind in (("a", ValueError), ("b", KeyError)):\n  try:\n    solution.f(bad)\n'
+            '    assert False\n  except kind as e:\n    assert e.args == (bad,)')
+    source = ('class Mine(ValueError): pass\ndef f(x):\n  raise (Mine if x == "a" else KeyError)(x)')
+    self.assertEqual(verify(program_task('asserts', text), source).status, 'pass')
+
   def test_an_exception_that_takes_more_than_a_message_comes_as_its_nearest_base(self):
     text = 'import solution\ntry:\n  solution.f()\n  assert False\nexcept ValueError:\n  assert True'
     self.assertEqual(verify(program_task('asserts', text), 'def f():\n  b"\\xff".decode()').status, 'pass')
@@ -197,29 +252,6 @@ class StdioTest(parameterized.TestCase):
     text = json.dumps({'cases': [{'stdin': '2\n', 'expected': '4\n'}, {'stdin': '5\n', 'expected': '10'}]})
     task = types.Task('t', 'd', (), 'code', tests={'style': 'stdio', 'text': text})
     self.assertEqual(verify(task, source).status, status)
-
-
-class ExtractTest(parameterized.TestCase):
-
-  @parameterized.parameters(
-      ('def f(x):\n  return 1', 'def f(x):\n  return 1', True),
-      ('```python\ndef f(x):\n  return 1\n```', 'def f(x):\n  return 1\n', True),
-      ('Sure:\n```python\ndef f(x):\n  return 1\n```\nUse it:\n```\nf(2)\n```', 'def f(x):\n  return 1\n', False),
-      ('Here it is:\n\ndef f(x):\n  return 1\n\nIt is good, isn\'t it.', 'def f(x):\n  return 1\n', False),
-      ('```python\ndef f(x):\n  return 1', 'def f(x):\n  return 1', True),
-      ('no code here', 'no code here', False),
-      ('', '', False),
-  )
-  def test_extract(self, text, source, format_ok):
-    self.assertEqual(code.extract_code(text, 'f'), (source, format_ok))
-
-  @parameterized.parameters(
-      '```python\n{}```\nExample:\n```\nf(2) -> 4\n```', '```python\n{}```\nIt prints\n```\n3\n```',
-      '```\n{}```\nInput:\n```\n3\n```\n', '```json\n{{"a": 1}}\n```\n```py\n{}```',
-      '```python\nprint(0)\n```\nBetter:\n```python\n{}```')
-  def test_without_an_entry_examples_are_not_the_solution(self, text):
-    source = 'n = int(input())\nprint(n * 2)\n'
-    self.assertEqual(code.extract_code(text.format(source))[0], source)
 
 
 class CheckTest(parameterized.TestCase):

@@ -10,6 +10,7 @@ from absl.testing import parameterized
 from ptjax import types
 from ptjax.verify import base
 from ptjax.verify import code
+from ptjax.verify import code_blocks
 from ptjax.verify import languages
 from ptjax.verify import sandbox
 
@@ -135,7 +136,7 @@ class ExtractTest(parameterized.TestCase):
       ('```c\nint a;\n```', 'int a;\n', True), ('So:\n```cpp\nx\n```\n```c\nint a;\n```\n', 'int a;\n', False),
       ('```\nint a;\n```\n```text\n3\n```', 'int a;\n', False), ('int a;', 'int a;', True), ('', '', False))
   def test_source(self, text, source, format_ok):
-    self.assertEqual(code.extract_code(text, language='c'), (source, format_ok))
+    self.assertEqual(code_blocks.extract(text, language='c'), (source, format_ok))
 
 
 if __name__ == '__main__':
