@@ -70,8 +70,8 @@ def main():
     grown = {'trainer_kb': resident_kb(['self']) - warm['trainer_kb'],
              'workers_kb': resident_kb(workers()) - warm['workers_kb']}
   after = left()
-  print(f'{jobs} jobs in tier {box.tier}, {jobs / (time.monotonic() - began):.0f} per s; before {before}, after {after}; '
-        f'memory after the first tenth {warm}, grown by {grown}')
+  print(f'{jobs} jobs in tier {box.tier}, {jobs / (time.monotonic() - began):.0f} per s; before {before}, '
+        f'after {after}; memory after the first tenth {warm}, grown by {grown}')
   sys.exit(after != before or max(grown.values()) > 8192)
 
 

@@ -16,9 +16,10 @@ from ptjax.verify.sandbox import worker as workers
 # Strongest first, with what each one does not stop.
 TIERS = {
     'userns': 'kernel bugs reachable through the calls left; cache and timing channels; kernel memory behind sockets '
-              'and pipes is not counted',
+              'and pipes is not counted, nor is CPU time of children that nobody waits for and that end between two '
+              'looks (20 ms)',
     'root': 'as userns; the keeper beside the job holds real root, so a kernel bug costs more',
-    'uid': 'as userns; names, sizes and process lists of the host can be seen; disk is counted every 20 ms, so a job '
+    'uid': 'as userns; names, sizes and process lists of the host can be seen; disk is counted every 100 ms, so a job '
            'can run past it for that long',
     'landlock': 'as uid; jobs share the uid of the trainer, so a hole in Landlock opens all of its files',
     'none': 'anything: the job can read, write, connect and signal whatever this user can',
