@@ -17,7 +17,7 @@ def decide(machine: str, number: int, *arguments: int, sockets: bool = True, met
            arch: int | None = None) -> int:
   """What the filter says to one call."""
   with mock.patch.object(linux, 'MACHINE', machine):
-    program = linux.seccomp_program.__wrapped__(sockets, metadata)
+    program = linux.seccomp_program(sockets, metadata)
   data = struct.pack('iIQ6Q', number, linux.ARCHES[machine][1] if arch is None else arch, 0,
                      *(arguments + (0,) * 6)[:6])
   value, at = 0, 0

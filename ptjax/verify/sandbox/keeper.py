@@ -171,8 +171,8 @@ class Watch:
     os.close(tell)
     for descriptor in self.descriptors:
       os.close(descriptor)
-    with open(told, 'rb') as pipe:
-      failure = pipe.read()
+    failure = os.read(told, 4096)
+    os.close(told)
     if failure:
       raise RuntimeError(f'could not shut the job in: {failure.decode(errors="replace")}')
     return pid

@@ -7,10 +7,9 @@ refuses raises OSError with the call's name, so that a probe can say which featu
 import ctypes
 import functools
 import os
-import platform
 import struct
 
-MACHINE = platform.machine()
+MACHINE = os.uname().machine
 ARCHES = {'x86_64': (0, 0xC000003E), 'aarch64': (1, 0xC00000B7)}  # column in the table below, AUDIT_ARCH value
 
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
@@ -75,6 +74,9 @@ SOCK_STREAM, SOCK_RAW, SOCK_PACKET = 1, 3, 10
 SET_DUMPABLE = 4
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 
+# Made once, for ctypes makes a type for each: header and empty sets of capset.
+_CAPABILITIES = ctypes.create_string_buffer(struct.pack('Ii', 0x20080522, 0))
+_NO_CAPABILITIES = ctypes.create_string_buffer(24)
 _libc = ctypes.CDLL(None, use_errno=True)
 _held = ctypes.PyDLL(None, use_errno=True)  # keeps the GIL over the call, as a fork must
 
@@ -174,11 +176,9 @@ def drop_capabilities():
   """Gives up every capability. The uid must be set before."""
   prctl(47, 4)  # clear the ambient set
   number = {'x86_64': 126, 'aarch64': 91}[MACHINE]
-  syscall('capset', number, ctypes.create_string_buffer(struct.pack('Ii', 0x20080522, 0)),
-          ctypes.create_string_buffer(24))
+  syscall('capset', number, _CAPABILITIES, _NO_CAPABILITIES)
 
 
-@functools.cache
 def seccomp_program(sockets: bool, metadata: bool) -> bytes:
   """The filter's code. sockets: allow four harmless families. metadata: allow chmod and its like."""
   column, arch = ARCHES[MACHINE]
@@ -186,39 +186,52 @@ def seccomp_program(sockets: bool, metadata: bool) -> bytes:
   argument = lambda i: op(0x20, 0, 0, 16 + 8 * i)  # its low half
   equal = lambda value, no: op(0x15, 0, no, value)  # go on if equal, else jump over `no`
   allow, refuse, absent, die = (op(6, 0, 0, v) for v in (0x7FFF0000, 0x50001, 0x50026, 0x80000000))
-
-  def rule(number: tuple[int, int], *body: bytes) -> list[bytes]:
-    return [equal(number[column], len(body)), *body] if number[column] >= 0 else []
-
-  code = [op(0x20, 0, 0, 4), op(0x15, 1, 0, arch), die, op(0x20, 0, 0, 0),
-          op(0x35, 0, 1, FIRST_UNKNOWN), absent, *rule(CLONE3, absent),
-          *rule(CLONE, argument(0), op(0x45, 0, 1, 0x7E020080), refuse, allow),
-          *rule(IOCTL, argument(1), op(0x15, 1, 0, TIOCSTI), equal(TIOCLINUX, 1), refuse, allow),
-          *rule(PRCTL, argument(0), equal(SET_DUMPABLE, 3), argument(1), equal(0, 1), refuse, allow),
-          # Memory that is shared without a file outlives its mapping in part, so that no count of mappings finds it.
-          *rule(MMAP, argument(3), op(0x54, 0, 0, SHARED_ANONYMOUS), equal(SHARED_ANONYMOUS, 1), refuse, allow)]
-  for number, arguments in SELF_ONLY.values():
-    checks = [part for i in arguments for part in (argument(i), equal(0, 1), op(0x05, 0, 0, 1), refuse)]
-    code += rule(number, *checks, allow)
   stream_or_datagram = [argument(1), op(0x54, 0, 0, 0xF), op(0x15, 2, 0, SOCK_RAW), op(0x15, 1, 0, SOCK_PACKET),
                         allow, refuse]
   route_only = [argument(2), equal(0, 1), allow, refuse]
   families = [argument(0), equal(AF_NETLINK, len(route_only)), *route_only, op(0x15, 3, 0, AF_UNIX),
               op(0x15, 2, 0, AF_INET), op(0x15, 1, 0, AF_INET6), refuse, *stream_or_datagram]
-  code += rule(SOCKET, *(families if sockets else [refuse]))
+  rules = {
+      CLONE3: [absent], CLONE: [argument(0), op(0x45, 0, 1, 0x7E020080), refuse, allow],
+      IOCTL: [argument(1), op(0x15, 1, 0, TIOCSTI), equal(TIOCLINUX, 1), refuse, allow],
+      PRCTL: [argument(0), equal(SET_DUMPABLE, 3), argument(1), equal(0, 1), refuse, allow],
+      # Memory that is shared without a file outlives its mapping in part, so that no count of mappings finds it.
+      MMAP: [argument(3), op(0x54, 0, 0, SHARED_ANONYMOUS), equal(SHARED_ANONYMOUS, 1), refuse, allow],
+      SOCKET: families if sockets else [refuse],
+  }
   if not sockets:
-    code += rule(SOCKETPAIR, argument(1), op(0x54, 0, 0, 0xF), equal(SOCK_STREAM, 1), allow, refuse)
-  for number in [*DENIED.values(), *([] if sockets else NETWORK.values()), *([] if metadata else METADATA.values())]:
-    code += rule(number, refuse)
-  return b''.join([*code, allow])
+    rules[SOCKETPAIR] = [argument(1), op(0x54, 0, 0, 0xF), equal(SOCK_STREAM, 1), allow, refuse]
+  for number, arguments in SELF_ONLY.values():
+    checks = [part for i in arguments for part in (argument(i), equal(0, 1), op(0x05, 0, 0, 1), refuse)]
+    rules[number] = [*checks, allow]
+  for table in (DENIED, {} if sockets else NETWORK, {} if metadata else METADATA):
+    rules |= {number: [refuse] for number in table.values()}
+  by_number = sorted((number[column], b''.join(body)) for number, body in rules.items() if number[column] >= 0)
+
+  def search(some: list[tuple[int, bytes]]) -> bytes:
+    """Finds a call's rule by halves, for the kernel runs this for every call there is when it takes the filter."""
+    if len(some) <= 3:
+      return b''.join([*(equal(number, len(body) // 8) + body for number, body in some), allow])
+    lower, upper = search(some[:len(some) // 2]), search(some[len(some) // 2:])
+    return b''.join([op(0x35, 0, 1, some[len(some) // 2][0]), op(0x05, 0, 0, len(lower) // 8), lower, upper])
+
+  start = [op(0x20, 0, 0, 4), op(0x15, 1, 0, arch), die, op(0x20, 0, 0, 0), op(0x35, 0, 1, FIRST_UNKNOWN), absent]
+  return b''.join(start) + search(by_number)
+
+
+@functools.cache
+def load_filter(sockets: bool, metadata: bool) -> tuple:
+  """The filter as the kernel takes it: (header, program) buffers. See seccomp_program."""
+  if MACHINE not in ARCHES:
+    raise OSError(38, f'seccomp: no filter table for {MACHINE}, only for {sorted(ARCHES)}')
+  program = ctypes.create_string_buffer(seccomp_program(sockets, metadata))
+  header = struct.pack('HxxxxxxQ', (len(program) - 1) // 8, ctypes.addressof(program))
+  return ctypes.create_string_buffer(header), program
 
 
 def install_filter(sockets: bool, metadata: bool):
   """Puts the seccomp filter on this process for good, with no_new_privs."""
-  if MACHINE not in ARCHES:
-    raise OSError(38, f'seccomp: no filter table for {MACHINE}, only for {sorted(ARCHES)}')
-  program = ctypes.create_string_buffer(seccomp_program(sockets, metadata))
-  header = ctypes.create_string_buffer(struct.pack('HxxxxxxQ', (len(program) - 1) // 8, ctypes.addressof(program)))
+  header, _ = load_filter(sockets, metadata)
   prctl(38, 1)
   prctl(22, 2, ctypes.addressof(header))
 

@@ -148,7 +148,7 @@ class Job:
     self._stdin, self._output, self._printed = memoryview(stdin), {'stdout': bytearray(), 'stderr': bytearray()}, 0
     self._answers, self._hung_up, self._ended, self._result = bytearray(), not channel, None, None
     self._flooded, self._failure, self._given_back = False, None, False
-    self._selector = selectors.DefaultSelector()
+    self._selector = selectors.PollSelector()  # cheap to make, for a handful of ends
     self._channel = None
     try:
       theirs = self._open(channel)

@@ -42,7 +42,7 @@ def main():
   except OSError as error:
     keeper.send_message(control, {'failed': str(error)})
     return
-  linux.seccomp_program(config['tier'] in ('userns', 'root'), config['tier'] != 'landlock')  # made once
+  linux.load_filter(config['tier'] in ('userns', 'root'), config['tier'] != 'landlock')  # made once
   compile('0', '', 'exec')  # what the first one sets up takes milliseconds
   gc.collect()
   gc.freeze()  # collections in the children do not copy these pages
