@@ -3,7 +3,7 @@
   python -m ptjax.main --job=bench_verify --output=bench.json
 
 Every workload is measured in each of ROUNDS rounds, in turn, so that a busy moment of the host falls on all of them;
-what counts are the ratios within one run. `bare` starts `python3 -I -S -c pass` without any isolation.
+what counts are the ratios within one run, which takes a minute or two. `bare` starts `python3 -I -S -c pass` without any isolation.
 """
 
 import concurrent.futures
@@ -25,8 +25,8 @@ from ptjax.verify import languages
 from ptjax.verify import sandbox
 
 ROUNDS = 5
-ONE_BY_ONE = 20  # calls of a round, for the latency
-IN_FLIGHT, TOGETHER = 8, 64  # callers at one time and calls of a round, for the throughput
+ONE_BY_ONE, ONE_BY_ONE_S = 20, 1.0  # calls of a round, for the latency, and the seconds after which they are enough
+IN_FLIGHT, TOGETHER = 8, 64  # callers at one time, for the throughput, and calls of a round; fewer where they are slow
 MANY = 64  # callers at one time, for the latency of a crowd
 
 _CALLS = json.dumps({'entry': 'f', 'cases': [{'args': [i], 'expected': i + 1} for i in range(8)]})
@@ -89,16 +89,22 @@ def _verdict(pool: base.VerifierPool, verifier: str, reference, tests, answer: s
 
 def measure(works: dict[str, Callable[[], object]]) -> dict[str, dict[str, float]]:
   """By workload: p50 and p95 of one call at a time, in ms; calls per second with IN_FLIGHT callers; beside bare."""
-  for work in works.values():
+  together = {}
+  for name, work in works.items():
     work()  # starts what is started once
+    together[name] = min(TOGETHER, max(IN_FLIGHT, round(2 / _seconds(work))))
   latencies, rates = {name: [] for name in works}, {name: [] for name in works}
   with concurrent.futures.ThreadPoolExecutor(IN_FLIGHT) as threads:
     for _ in range(ROUNDS):
       for name, work in works.items():
-        latencies[name] += [_seconds(work) for _ in range(ONE_BY_ONE)]
         began = time.perf_counter()
-        list(threads.map(lambda _, work=work: work(), range(TOGETHER)))
-        rates[name].append(TOGETHER / (time.perf_counter() - began))
+        for _ in range(ONE_BY_ONE):
+          latencies[name].append(_seconds(work))
+          if time.perf_counter() - began > ONE_BY_ONE_S:
+            break
+        began = time.perf_counter()
+        list(threads.map(lambda _, work=work: work(), range(together[name])))
+        rates[name].append(together[name] / (time.perf_counter() - began))
   figures = {name: {'p50_ms': 1e3 * float(np.median(latencies[name])),
                     'p95_ms': 1e3 * float(np.quantile(latencies[name], 0.95)),
                     'per_s': float(np.median(rates[name]))} for name in works}
