@@ -7,19 +7,20 @@ seed, the level or the count. Nothing here grades answers.
 import collections
 import dataclasses
 import hashlib
-import json
 import random
 from collections.abc import Callable, Iterable, Iterator
 
 from ptjax import types
 from ptjax.tasks import functions
 from ptjax.verify import procedural as grader
+from ptjax.verify import puzzles
 
 SPLITS = ('train', 'heldout')
 ANSWER_SYSTEM = 'Be brief. End with "Answer:" and the result.'
 CODE_SYSTEM = 'Reply with Python code only.'
 _FUNCTION_LIMITS = {'wall_s': 6.0, 'cpu_s': 1.0, 'memory_mb': 128, 'pids': 8}
 _TRIES_PER_TASK = 60
+_MAX_SKIPPED = 50  # entries in a row that cannot be made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +134,19 @@ def is_heldout(question: str) -> bool:
   return int.from_bytes(hashlib.sha256(question.encode()).digest(), 'big') % 8 == 0
 
 
+def levels(domain: str) -> int:
+  """How many levels a domain or 'rg:<family>' has: 0 to that minus 1, no two with the same settings.
+
+  Raises:
+    ValueError: unknown domain, or a family of which no level can be made.
+  """
+  if domain.startswith('rg:'):
+    return len(grader.level_configs(domain.removeprefix('rg:')))
+  if domain not in DOMAINS:
+    raise ValueError(f'unknown domain {domain!r}; known are {sorted(DOMAINS)} and rg:<reasoning-gym family>')
+  return len(functions.LEVELS if domain == 'functions' else DOMAINS[domain].levels)
+
+
 def make(domain: str, *, split: str, count: int, seed: int, level: int = 0) -> list[types.Task]:
   """`count` tasks of a domain with distinct questions, all of one split.
 
@@ -144,12 +158,14 @@ def make(domain: str, *, split: str, count: int, seed: int, level: int = 0) -> l
     level: difficulty, 0 is easiest.
 
   Raises:
-    ValueError: unknown domain, split or level, or fewer distinct tasks than asked for.
+    ValueError: unknown domain, split or level, a level that takes too long, or fewer distinct tasks than asked for.
   """
   if split not in SPLITS:
     raise ValueError(f'split {split!r} is not one of {SPLITS}')
   if count < 1:
     raise ValueError(f'count = {count}: ask for at least 1 task')
+  if not 0 <= level < levels(domain):
+    raise ValueError(f'domain {domain!r} has no level {level}: it has {levels(domain)}, 0 to {levels(domain) - 1}')
   tries = _TRIES_PER_TASK * count + 2000
   found = {}
   for task in _draw(domain, level, seed, tries):
@@ -160,7 +176,7 @@ def make(domain: str, *, split: str, count: int, seed: int, level: int = 0) -> l
       return list(found.values())
   raise ValueError(
       f'domain {domain!r} at level {level} gave {len(found)} distinct {split} tasks, fewer than the {count} asked '
-      f'for, in {tries} draws; ask for fewer or take another level')
+      f'for, in {tries} draws; ask for fewer or take another of its {levels(domain)} levels')
 
 
 def majority_accuracy(tasks: Iterable[types.Task]) -> dict[str, float]:
@@ -184,10 +200,6 @@ def _draw(domain: str, level: int, seed: int, tries: int) -> Iterator[types.Task
     return (_function_task(f, level) for f in drawn)
   if domain.startswith('rg:'):
     return _family_tasks(domain, level, spread, tries)
-  if domain not in DOMAINS:
-    raise ValueError(f'unknown domain {domain!r}; known are {sorted(DOMAINS)} and rg:<reasoning-gym family>')
-  if not 0 <= level < len(DOMAINS[domain].levels):
-    raise ValueError(f'domain {domain!r} has no level {level}; it has 0 to {len(DOMAINS[domain].levels) - 1}')
   return _domain_tasks(domain, level, spread, tries)
 
 
@@ -211,27 +223,21 @@ def _domain_tasks(name: str, level: int, seed: int, tries: int) -> Iterator[type
 
 
 def _family_tasks(name: str, level: int, seed: int, tries: int) -> Iterator[types.Task]:
-  family = name.removeprefix('rg:')
-  dataset = grader.make_dataset(family, level=level, config=None, seed=seed, size=tries)
+  family, skipped = name.removeprefix('rg:'), 0
   for i in range(tries):
-    entry = dataset[i]
+    entry = grader.make_entry(family, level=level, seed=seed, size=tries, index=i)
+    skipped = skipped + 1 if 'skipped' in entry else 0
+    if skipped > _MAX_SKIPPED:
+      raise ValueError(f'domain {name!r} has no tasks at level {level}, one of its {levels(name)} levels: '
+                       f'{entry["skipped"]}')
+    if skipped:
+      continue
     answer = entry['answer']
     reference = {'answer': answer, 'kind': grader.kind_of(answer)}
-    if family in grader.MANY_ANSWERS:
-      # Metadata that JSON would change is made again by the grader instead.
-      plain = _as_json(entry['metadata'])
-      made = {'metadata': plain} if plain == entry['metadata'] else {'seed': seed, 'size': tries, 'index': i}
-      reference |= {'family': family, 'level': level, **made}
+    if family in puzzles.PUZZLES:
+      reference |= {'kind': 'text', 'family': family, 'metadata': entry['metadata']}
     yield _task(name, ANSWER_SYSTEM, entry['question'], level, verifier='procedural', reference=reference,
                 demonstration=None if answer is None else f'Answer: {answer}')
-
-
-def _as_json(metadata: dict) -> dict | None:
-  """The metadata after a way through JSON, which tuples and number keys do not survive; None when it cannot go."""
-  try:
-    return json.loads(json.dumps(metadata))
-  except TypeError:
-    return None
 
 
 def _function_task(function: functions.Function, level: int) -> types.Task:
