@@ -140,6 +140,11 @@ class PuzzleTest(parameterized.TestCase):
                    *(f'{a} {a}' for a in right)]:
       self.assertFalse(puzzles.right(family, metadata, answer), answer)
 
+  def test_values_are_exact(self):
+    metadata = {'numbers': [9999, 1, 11], 'target': 9999}
+    self.assertFalse(puzzles.right('countdown', metadata, '9999 + 1/11'))
+    self.assertTrue(puzzles.right('countdown', metadata | {'numbers': [9999, 11, 11, 1]}, '9999*11/11/1'))
+
   @parameterized.parameters('premises', 'variables')
   def test_metadata_that_lacks_a_field_raises_whatever_the_answer(self, field):
     metadata = {k: v for k, v in _PUZZLES['propositional_logic'][0].items() if k != field}
