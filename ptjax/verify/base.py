@@ -65,8 +65,8 @@ VERIFIERS = {
                 ('code.py', 'code_blocks.py', 'code_server.py', 'code_tests.py', 'languages.py', 'plain_values.py'),
                 ('pytest',),
                 sandboxed=True),
-    'procedural': Row(procedural.verify, procedural.check, ('procedural.py', 'answers.py', 'worker.py'),
-                      ('reasoning-gym',)),
+    'procedural': Row(procedural.verify, procedural.check,
+                      ('procedural.py', 'puzzles.py', 'answers.py', 'worker.py'), ('reasoning-gym',)),
 }
 
 
