@@ -107,7 +107,7 @@ def get_config() -> config_dict.ConfigDict:
 
   c.sandbox = _dict(
       min_isolation='uid',  # userns | root | uid | landlock | none: refuse to run model-written code below it
-      workers=0,  # jobs at one time; 0: one per core
+      workers=0,  # jobs at one time; 0: one more than there are cores
   )
   c.verify = _dict(
       max_error_frac=0.1,  # of a domain's latest 200 verdicts that may be errors (verifier or host) before a run stops

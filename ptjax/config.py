@@ -70,7 +70,7 @@ _RULES = {
     'gate.confidence': ('in (0, 1)', lambda v: 0 < v < 1, 0.95),
     'gate.max_drop': ('a fraction in [0, 1]', lambda v: 0 <= v <= 1, 0.0),
     'sandbox.min_isolation': (f'one of {ISOLATION}', lambda v: v in ISOLATION, 'uid'),
-    'sandbox.workers': ('>= 0 (0: one per core)', lambda v: v >= 0, 0),
+    'sandbox.workers': ('>= 0 (0: one more than cores)', lambda v: v >= 0, 0),
     'verify.max_error_frac': ('a fraction in [0, 1]', lambda v: 0 <= v <= 1, 0.1),
     'checkpoint.every': ('>= 1 step', lambda v: v >= 1, 5),
     'checkpoint.keep': ('>= 2, so that one save survives whatever happens to the other', lambda v: v >= 2, 2),

@@ -99,7 +99,7 @@ class VerifierPool:
 
   Args:
     min_isolation: the weakest sandbox tier to run code in; see sandbox.Sandbox.
-    workers: pairs in flight at most. 0: one per core this process may use.
+    workers: jobs in flight at most. 0: as many as sandbox.Sandbox has by itself.
     box: a sandbox to use and leave open. None: one is made when the first code task comes.
     max_error_frac: the largest share of a domain's latest verdicts that may be errors before `run` gives up.
   """
@@ -108,13 +108,13 @@ class VerifierPool:
                max_error_frac: float = 1.0):
     self._max_error_frac = max_error_frac
     self._errors = collections.defaultdict(lambda: collections.deque(maxlen=_RECENT))  # domain -> of each: why, or ''
-    self._workers = workers or len(os.sched_getaffinity(0))
+    self._workers = workers
     self._min_isolation = min_isolation
     self._box = box
     self._owns_box = box is None
     self._lock = threading.Lock()
-    # Program tests hold a place while they start their second job, so there are two threads a core.
-    self._threads = concurrent.futures.ThreadPoolExecutor(2 * self._workers, thread_name_prefix='verify')
+    # Program tests hold a place while they start their second job, so there are two threads for each.
+    self._threads = concurrent.futures.ThreadPoolExecutor(2 * (workers or len(os.sched_getaffinity(0)) + 1), thread_name_prefix='verify')
 
   def run(self, tasks: Sequence[types.Task], texts: Sequence[str]) -> list[types.Verdict]:
     """The verdicts in order. Blocks until all are in.
@@ -177,7 +177,7 @@ class VerifierPool:
   def _sandbox(self) -> sandbox.Sandbox:
     with self._lock:
       if self._box is None:
-        self._box = sandbox.Sandbox(min_isolation=self._min_isolation, workers=self._workers,
+        self._box = sandbox.Sandbox(min_isolation=self._min_isolation, workers=self._workers or None,
                                     readable=languages.readable())
       return self._box
 

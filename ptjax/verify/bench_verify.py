@@ -3,7 +3,8 @@
   python -m ptjax.main --job=bench_verify --output=bench.json
 
 Every workload is measured in each of ROUNDS rounds, in turn, so that a busy moment of the host falls on all of them;
-what counts are the ratios within one run, which takes a minute or two. `bare` starts `python3 -I -S -c pass` without any isolation.
+what counts are the ratios within one run, which takes a minute or two. `bare` starts `python3 -I -S -c pass` without
+any isolation.
 """
 
 import concurrent.futures

@@ -136,7 +136,8 @@ class Sandbox:
   Args:
     tier: 'auto' takes the strongest that works; or one of tiers.TIERS by name.
     min_isolation: the weakest tier to accept. None: 'uid' for tier='auto', else the named tier.
-    workers: jobs in flight at most; further calls wait. None: one per core this process may use.
+    workers: jobs in flight at most; further calls wait. None: one more than the cores this process may use, for while
+      one job ends another can start.
     readable: more folders of the host that jobs may read, such as a compiler's.
   Raises:
     SandboxUnavailable: nothing at or above min_isolation works here; names each failed probe and the fix.
@@ -154,7 +155,7 @@ class Sandbox:
       logging.warning('SANDBOX TIER none: jobs run UNPROTECTED and can do whatever this user can')
     self.interpreter = tiers.interpreter_of(self.tier)[0]  # the Python that jobs can surely execute
     self._readable = tuple(readable)
-    workers = workers or len(os.sched_getaffinity(0))
+    workers = workers or len(os.sched_getaffinity(0)) + 1
     self._places = _Places(workers)
     self._threads = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix='sandbox')  # of run_async
     self._lock = threading.Lock()
