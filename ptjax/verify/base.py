@@ -114,7 +114,8 @@ class VerifierPool:
     self._owns_box = box is None
     self._lock = threading.Lock()
     # Program tests hold a place while they start their second job, so there are two threads for each.
-    self._threads = concurrent.futures.ThreadPoolExecutor(2 * (workers or len(os.sched_getaffinity(0)) + 1), thread_name_prefix='verify')
+    jobs = workers or len(os.sched_getaffinity(0)) + 1
+    self._threads = concurrent.futures.ThreadPoolExecutor(2 * jobs, thread_name_prefix='verify')
 
   def run(self, tasks: Sequence[types.Task], texts: Sequence[str]) -> list[types.Verdict]:
     """The verdicts in order. Blocks until all are in.

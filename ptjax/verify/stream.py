@@ -35,7 +35,7 @@ def run(input_path: str, output_path: str, *, min_isolation: str = 'uid', worker
     input_path: JSONL file, or '-' for standard input.
     output_path: JSONL file, or '-' for standard output.
     min_isolation: weakest sandbox tier to run code in.
-    workers: answers verified at one time; 0 is one per core.
+    workers: jobs in flight at most; 0 is one more than there are cores.
   Raises:
     ValueError: no such input, an output that is the input, or a malformed line, by line and field. What came before the
       line is answered; an output is opened only when the input is there.
