@@ -43,6 +43,25 @@ class CasesTest(parameterized.TestCase):
     self.assertEqual(verdict.status, 'pass' if right else 'fail', verdict)
 
   @parameterized.parameters(
+      (r'\frac{1}{2004!}', r'\frac{1}{2006!}', False), (r'\sqrt2+10^{-50}', r'\sqrt2', False),
+      (r'\sin(10^{-30})', '10^{-30}', False), (r'\sin(10^{-2000})', '10^{-2000}', False),
+      (r'\sqrt{10^{40}+1}', '10^{20}', False), (r'\ln(10^{40}+1)', r'40\ln 10', False),
+      (r'\{10^{-20},1\}', r'\{10^{-21},1\}', False), ('[10^{-20},1]', '[10^{-21},1]', False),
+      ('(10^{-20},1,2)', '(10^{-21},1,2)', False), (r'x<\sqrt2+10^{-300}', r'x<\sqrt2', False),
+      (r'x=\sqrt2+10^{-300}', r'x=\sqrt2', False), (r'\frac{x}{2004!}', r'\frac{x}{2006!}', False),
+      (r'(0,\sqrt2+10^{-300})\cup(3,4)', r'(0,\sqrt2)\cup(3,4)', False), ('x^2+1=0', 'x^2+2=0', False),
+      (r'\begin{pmatrix}10^{-20}\\2\end{pmatrix}', r'\begin{pmatrix}10^{-21}\\2\end{pmatrix}', False),
+      (r'\arctan\frac12+\arctan\frac13', r'\frac{\pi}{4}', True),
+      (r'\arctan\frac12+\arctan\frac13', r'\frac{\pi}{4}+10^{-3000}', False),
+      (r'\arctan\frac12+\arctan\frac13', r'\frac{\pi}{4}+e^{-e^{10}}', False),
+      (r'\sqrt[3]{2+\sqrt5}+\sqrt[3]{2-\sqrt5}', '1', True), (r'\sqrt{3+2\sqrt2}', r'1+\sqrt2', True),
+      ('n!', 'n(n-1)!', True), (r'\binom{n}{2}', r'\frac{n(n-1)}{2}', True), ('2^{x+1}', r'2\cdot 2^x', True),
+      (r'\sin 2x', r'2\sin x\cos x', True), ('xy=1', r'y=\frac1x', True), (r'\frac{2003!}{2004!}', r'\frac{1}{2004}', True),
+  )
+  def test_equal_is_exact(self, gold, answer, right):
+    self.assertEqual(verify(gold, f'\\boxed{{{answer}}}').status, 'pass' if right else 'fail')
+
+  @parameterized.parameters(
       ('I think \\boxed{3}. Answer: 4', '4', True), ('Answer: 4, so \\boxed{3}', '3', True),
       ('#### 1,234', '1,234', True), ('The answer is 42 apples.', '42', False), ('It is $x=3$.', 'x=3', False),
       ('That makes 12.', '12', False), ('\\boxed{7', None, False), ('nothing', None, False),
