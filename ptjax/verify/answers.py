@@ -4,6 +4,7 @@ A model that chats must be graded as fairly as one that answers in the asked for
 places and the form is reported beside it. This module judges nothing: it never sees the reference.
 """
 
+import fractions
 import itertools
 import re
 
@@ -11,8 +12,25 @@ KINDS = ('number', 'word', 'list', 'text')
 
 _STATED = re.compile(r'\banswer\s*(?:(?:\*\*)?:|\bis\b:?)\s*(?:\*\*)?\s*', re.IGNORECASE)
 # A sign belongs to the number unless it joins it to the operand before it.
-_NUMBER = re.compile(r'(?:(?<![\w.)])-\s?|(?<=[-+*/]\s)-)?(?:\d{1,3}(?:,\d{3})++(?!,*+\d)|\d+)(?:\.\d+)?'
-                     r'(?:/\d+(?![\d.]))?')
+_NUMBER = re.compile(r'(?:(?<![\w.)])-\s?|(?<=[-+*/]\s)-)?'
+                     r'(?:(?:\d{1,3}(?:,\d{3}){1,40}+(?!,*+\d)|\d+)(?:\.\d+)?|(?<!\w)\.\d+)(?:/\d+(?![\d.]))?')
+# What makes another value, or none, of the number that it stands before or after. A mark of bold text does not.
+_BEFORE = re.compile(
+    r'(?:[^\W\d_]|[-^_+/×÷√<≤≥≠]\s*|(?<![-=])>\s*|\*\s+|\d\s*\*|[\d.][.,:]|\w\(|\]\{|'
+    r'\\(?!boxed|text|math|approx|quad|implies|\w*arrow|therefore)[A-Za-z]+\s*[({[]?\s*|'
+    r'\b(?:not|at least|at most|(?:less|more|fewer|greater|larger|smaller|other) than|under|over|above|below|up to|'
+    r'between)\s+(?:equal to |exactly )?[$*(]*)$', re.IGNORECASE)
+_AFTER = re.compile(
+    r'[^\W\d_](?![^\W\d_])|\.\d|[:(/]\s*\w|,\d|[ \xa0\u202f](?:\d{3}(?!\d)|\d+/\d)|'
+    r'\s*(?:[×÷+<>≤≥≠%!]|\^(?!\{?\\circ)|-\s*[\d(]|\*\*?\s*[\d(]|\*[a-z])|'
+    r'\s*\\(?!text|math|quad|approx|implies|\w*arrow|therefore)[A-Za-z%]|\s+[a-z]+(?:,?\s+and\s+|,\s*)\d|'
+    r'\s+(?:percent|half|squared|cubed|factorial|choose|times|plus|minus|divided|mod|or (?:less|more|fewer|so))\b',
+    re.IGNORECASE)
+_FRACTION = re.compile(r'\\[dt]?frac\s*(?:\{(-?\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))')
+_GROUPED = re.compile(r'(?<=\d)(?:\{,\}|\\[,!])(?=\d{3}(?!\d))')
+_NEGATIVE = re.compile(r'(?<![\d)\w])(?<![\d)]\s)(?:minus|negative)\s+(?=[\d.])', re.IGNORECASE)
+SCALES = {'dozen': 12, 'hundred': 100, 'thousand': 10**3, 'million': 10**6, 'billion': 10**9, 'trillion': 10**12}
+_SCALED = re.compile(rf'(?<![\d.,/])(\d{{1,20}}(?:\.\d{{1,20}})?)[ \xa0-]({"|".join(SCALES)})\b', re.IGNORECASE)
 _WORD = re.compile(r"\w+(?:['’-]\w+)*")
 # Items and their separators never give back what they took, so that no text takes long to look through.
 _ITEM = r"(?<!\w)(?<!\w['’.-])[+-]?\w++(?:['’.-]\w++)*+"
@@ -26,12 +44,19 @@ _QUOTES = re.compile(r"(?<!\w)'|'(?!\w)|\\text\{|\}")
 _RESULT = re.compile(r'=|->|→|\bis\b|\bequals\b|\bare\b')
 _ENDS = re.compile(r'[.!?(\n]')
 _HEDGE = re.compile(r'\b(?:or|either|not)\b', re.IGNORECASE)
+_CHOICE = re.compile(r"\w+\s*(?:[/|&]|,?\s+(?:and|nor)\b)", re.IGNORECASE)
+_NEGATION = re.compile(r',?\s\(?not\b', re.IGNORECASE)
 _SPELLED = dict(zip(
     'zero one two three four five six seven eight nine ten once twice thrice'.split(),
     (*range(11), 1, 2, 3)))
 _MINUS = str.maketrans('−–', '--')
 _MAX_CHARS = 20_000  # at the end of a completion, in which a value is looked for
 _UNQUOTED = str.maketrans('−–', '--', '"“”*`[]')
+
+
+def without_thoughts(text: str) -> str:
+  """What a model says when it has thought: the text after the last </think>."""
+  return text.rpartition('</think>')[2]
 
 
 def last_box(text: str) -> str | None:
@@ -55,7 +80,7 @@ def extract(text: str, kind: str) -> tuple[str | None, bool]:
 
   The order is: the last `Answer: x` (`answer is x` counts as a statement, though not as the asked form), else the
   last \boxed{x}, else by kind the last number, the last word, the last list, or the whole text. A list comes
-  back with ', ' between its items.
+  back with ', ' between its items. A number that is part of something else, as in 3^2, is no answer.
 
   Args:
     text: the completion.
@@ -69,12 +94,14 @@ def extract(text: str, kind: str) -> tuple[str | None, bool]:
   """
   if kind not in KINDS:
     raise ValueError(f'answer kind {kind!r} is not one of {KINDS}')
+  text = without_thoughts(text)
   if kind == 'text':
     return _extract_text(text)
-  text, states_nothing = text[-_MAX_CHARS:], False
+  text, states_nothing, end = text[-_MAX_CHARS:], False, None
   for match in reversed(list(_STATED.finditer(text))):
-    line = text[match.end():].split('\n')[0]
-    value_in = text[match.end():] if kind == 'list' else line
+    value_in, end = text[match.end():end], match.start()  # each part of the text is looked through once
+    line = value_in.split('\n')[0]
+    value_in = value_in if kind == 'list' else line
     if _values(value_in, kind):
       answer = _in_statement(value_in, kind)
       plain = line.strip(' .*`"\'$')
@@ -84,7 +111,7 @@ def extract(text: str, kind: str) -> tuple[str | None, bool]:
     return None, False
   box = last_box(text)
   if box is not None:
-    answer = _in_statement(box, kind) if kind == 'list' else _last(box, kind)
+    answer = _last(box, kind) if kind == 'word' else _in_statement(box, kind)  # its first word may be a command
     return answer, answer is not None
   return _last(text, kind), False
 
@@ -105,10 +132,12 @@ def _in_statement(line: str, kind: str) -> str | None:
   """The value a statement gives: its first one, or what its equation or sentence ends in; a choice gives none."""
   if kind == 'list':
     return _stated_list(_tidied(line))
+  head = _NEGATION.split(line, maxsplit=1)[0]
+  line = head if _values(head, kind) else line
   values = _values(line, kind)
-  if not values or len(values) > 1 and _HEDGE.search(line):
+  if not values or len(values) > 1 and _HEDGE.search(line) or kind == 'word' and _CHOICE.match(line.strip(' .*`"\'$')):
     return None
-  return values[-1] if _RESULT.search(line) else values[0]
+  return (values[-1] if _RESULT.search(line) else values[0]) or None
 
 
 def _stated_list(text: str) -> str | None:
@@ -139,7 +168,7 @@ def _last(text: str, kind: str) -> str | None:
   if kind == 'list':
     return _last_list(_tidied(text))
   values = _values(text, kind)
-  return values[-1] if values else None
+  return values[-1] or None if values else None
 
 
 def _last_list(text: str) -> str | None:
@@ -174,10 +203,26 @@ def _joined(found: re.Match) -> str:
 
 
 def _numbers(text: str) -> list[str]:
-  """All numbers of the text in order, without separators; spelled ones only where no digits stand."""
-  text = text.translate(_MINUS)
-  found = [m.group().replace(',', '').replace(' ', '') for m in _NUMBER.finditer(text)]
+  """The numbers of the text in order, without separators; spelled ones only where no digits stand.
+
+  The first and the last, of which one is the answer, are '' where they are not a whole value.
+  """
+  text = _FRACTION.sub(lambda m: ' {}/{}'.format(*(x for x in m.groups() if x)), text.translate(_MINUS))
+  text = _SCALED.sub(_product, _NEGATIVE.sub('-', _GROUPED.sub(',', text)))
+  found = list(_NUMBER.finditer(text))
   if found:
-    return found
+    return [_whole(text, found[0]), *(m.group() for m in found[1:-1]), *(_whole(text, m) for m in found[1:][-1:])]
   words = (w.lower() for w in _WORD.findall(text))
   return [str(_SPELLED[w]) for w in words if w in _SPELLED]
+
+
+def _product(scaled: re.Match) -> str:
+  return str(fractions.Fraction(scaled[1]) * SCALES[scaled[2].lower()])
+
+
+def _whole(text: str, number: re.Match) -> str:
+  """The number, or '' where what stands beside it makes it another value."""
+  if (_BEFORE.search(text[max(0, number.start() - 40):number.start()]) or
+      _AFTER.match(text[number.end():number.end() + 40])):
+    return ''
+  return re.sub(r'^(-?)\.', r'\g<1>0.', number.group().replace(',', '').replace(' ', ''))
