@@ -220,9 +220,13 @@ def _product(scaled: re.Match) -> str:
   return str(fractions.Fraction(scaled[1]) * SCALES[scaled[2].lower()])
 
 
+def denied(before: str) -> bool:
+  """Whether a text makes another value, or none, of what comes after it, as in 'not' or 'less than'."""
+  return bool(_BEFORE.search(before[-40:]))
+
+
 def _whole(text: str, number: re.Match) -> str:
   """The number, or '' where what stands beside it makes it another value."""
-  if (_BEFORE.search(text[max(0, number.start() - 40):number.start()]) or
-      _AFTER.match(text[number.end():number.end() + 40])):
+  if denied(text[max(0, number.start() - 40):number.start()]) or _AFTER.match(text, number.end(), number.end() + 40):
     return ''
   return re.sub(r'^(-?)\.', r'\g<1>0.', number.group().replace(',', '').replace(' ', ''))

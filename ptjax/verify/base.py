@@ -59,7 +59,7 @@ class Row:
 
 VERIFIERS = {
     'exact': Row(procedural.verify_exact, procedural.check_exact, ('procedural.py', 'answers.py')),
-    'math': Row(math.verify, procedural.check_exact, ('math.py', 'math_policy.py', 'answers.py', 'worker.py'),
+    'math': Row(math.verify, math.check, ('math.py', 'math_policy.py', 'answers.py', 'worker.py'),
                 ('math-verify', 'latex2sympy2_extended', 'sympy')),
     'code': Row(code.verify, code.check,
                 ('code.py', 'code_blocks.py', 'code_server.py', 'code_tests.py', 'languages.py', 'plain_values.py'),

@@ -5,6 +5,7 @@ equal only where their difference is proved to be zero, digits with a base are r
 set. Only LaTeX is parsed, by grammar; nothing here evaluates text as code.
 """
 
+import dataclasses
 import itertools
 import re
 
@@ -12,12 +13,16 @@ import math_verify
 from math_verify import grader
 import sympy
 
-_CONFIG = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
+_LATEX = math_verify.LatexExtractionConfig(boxed_match_priority=0)
+# Units are not for the library, which takes the t of 3t for one.
+_CONFIG = [dataclasses.replace(
+    _LATEX, normalization_config=dataclasses.replace(_LATEX.normalization_config, units=False))]
 _BASED = re.compile(r'(-?)\(?([0-9A-Za-z]+)\)?_\{?(?:\\text\{)?(?:base\s*)?(\d+)\}?\}?')
 _MIXED = re.compile(r'(-?)(\d+)\s*\\frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))')
 _MIXED_PLAIN = re.compile(r'(-?)(\d+)\s+(\d+)/(\d+)')
 _SCIENTIFIC = re.compile(r'(-?\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})')
 _REPEATING = re.compile(r'(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?')
+_WHERE = re.compile(r'^\\\{\s*[a-z]\s*(?::|\||\\mid)\s*(.*)\\\}$')
 _PERCENT = re.compile(r'\s*\\?%$')
 _DEGREES = re.compile(r'\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))')
 _MEASURED = re.compile(rf'(\d+(?:\.\d+)?)\s*{_DEGREES.pattern}')
@@ -54,15 +59,19 @@ def _bare(formula: str) -> str:
 
 def read(formula: str):
   """The exact sympy value of a formula, or None when it cannot be read. A formula of several values is a set."""
+  braces = re.findall(r'(?<!\\)[{}]', formula)
+  if braces.count('{') != braces.count('}'):
+    return None
   formula = _REPEATING.sub(_fraction, formula.replace('\\bmod', '\\mod'))
+  formula = _WHERE.sub(r'\1', formula)
   formula = _MEASURED.sub(r'(\1\\cdot\\frac{\\pi}{180})', formula)
   if _PERCENT.search(formula):
     value = read(_PERCENT.sub('', formula))
     return None if value is None else value / 100
   if '\\pm' in formula:
-    return _set([formula.replace('\\pm', a).replace('\\mp', b) for a, b in ('+-', '-+')])
+    return _set([read(formula.replace('\\pm', a).replace('\\mp', b)) for a, b in ('+-', '-+')])
   if '\\lor' in formula:
-    return _set(formula.split('\\lor'))
+    return _set([read(part.strip()) for part in formula.split('\\lor')])
   if ':' in formula and '\\{' not in formula:
     return _ratio(formula.split(':'))
   plain = _read_plain(formula)
@@ -73,6 +82,8 @@ def read(formula: str):
   value = exact(values[0]) if values else None
   if isinstance(value, sympy.core.relational.Relational) and not value.free_symbols and '=' in formula:
     return None if value.doit() != sympy.true else value  # 41 = 42 states nothing
+  if isinstance(value, sympy.FiniteSet) and value.args and all(map(_is_inequality, value.args)):
+    return _set(value.args)
   return value
 
 
@@ -83,12 +94,11 @@ def _fraction(decimal: re.Match) -> str:
   return f'\\frac{{{int(fixed + repeated) - int(fixed)}}}{{{scale * (10**len(repeated) - 1)}}}'
 
 
-def _set(formulas: list[str]):
-  """All values of these formulas together: inequalities that exclude each other are the union of their solutions."""
-  values = [read(f.strip()) for f in formulas]
+def _set(values: list):
+  """All values together; inequalities that exclude each other are the union of their solutions."""
   if any(v is None for v in values):
     return None
-  if all(isinstance(v, sympy.core.relational.Relational) and not isinstance(v, sympy.Eq) for v in values):
+  if all(map(_is_inequality, values)):
     regions = [v.as_set() for v in values]
     if all(a.intersect(b).is_empty for a, b in itertools.combinations(regions, 2)):
       return sympy.Union(*regions)
@@ -150,11 +160,16 @@ def exact(value):
 def same(gold, answer) -> bool:
   """Whether two values are equal; inequalities in one variable where the same numbers solve them."""
   if all(_is_inequality(v) for v in (gold, answer)) and gold.free_symbols == answer.free_symbols:
-    try:
-      gold, answer = gold.as_set(), answer.as_set()
-    except NotImplementedError:
-      pass  # compared side by side
+    gold, answer = _solutions(gold, answer)
   return bool(math_verify.verify(gold, answer, strict=True, allow_set_relation_comp=True, timeout_seconds=None))
+
+
+def _solutions(*inequalities):
+  """The sets that solve them, or they themselves where one cannot be solved."""
+  try:
+    return [inequality.as_set() for inequality in inequalities]
+  except RuntimeError:
+    return inequalities
 
 
 def _is_inequality(value) -> bool:
@@ -178,10 +193,11 @@ def _size(number, digits: int) -> float:
   """The power of ten of a number, 0.5 for one of that is 1; 0 where so many digits do not tell it from zero."""
   try:
     parts = number.evalf(5, maxn=digits).as_real_imag()
-  except (ValueError, TypeError, ArithmeticError, AttributeError, NotImplementedError):
+  except (ValueError, TypeError, ArithmeticError, AttributeError, RuntimeError):
     return 0.0
   # A part that is lost in cancellation keeps one bit.
-  sizes = [sympy.log(abs(p), 10).evalf(5) for p in parts if p.is_Float and p != 0 and p._prec > 1]  # pylint: disable=protected-access
+  seen = [p for p in parts if p.is_Float and p != 0 and p._prec > 1]  # pylint: disable=protected-access
+  sizes = [sympy.log(abs(p), 10).evalf(5) for p in seen]
   return float(max(sizes)) or 0.5 if sizes else 0.0
 
 
