@@ -53,6 +53,8 @@ _WITH_BARE_UNIT = re.compile(r'([-+\d.,:/]*\d|.*\})(\s+(?:[A-Za-z.]{3,}.*|[mgsh]
 _NO_UNIT = {'or', 'and', 'not', 'less', 'more', 'fewer', 'least', 'most', 'than', 'maybe', 'perhaps', 'if', 'but', 'to',
             'plus', 'minus', 'times', 'half', 'false', 'wrong', 'is', 'for', 'when', 'where', 'with', 'mod', 'sin',
             'cos', 'tan', 'log', 'ln', 'exp', 'sqrt', 'pi', *_NUMERALS}
+_DOTS = re.compile(r'\\[lc]?dots|…|\.\.\.')
+_RUN = re.compile(rf'(-?\d{{1,9}}),\s*(?:(-?\d{{1,9}}),\s*)?(?:{_DOTS.pattern})\s*,\s*(-?\d{{1,9}})(?![\d.])')
 _WORKERS = worker.WorkerPool('ptjax.verify.math_policy', size=2)
 
 
@@ -134,6 +136,8 @@ def _from_line(line: str) -> str | None:
       answer += f' \\text{{{link[1]}}} {_inside(after)}' if link[1].isalpha() else f', {_inside(after)}'
     return None if answers.denied(line[:formulas[0].start()]) else answer
   line = line.strip(' .*`')
+  if '\\' in line and _quantity(clean(line))[1]:
+    return line
   if _PROSE.search(_TEXT.sub('', line)) and re.search(r'\d', line) and not _CHOICE.match(line):
     return answers.extract(f'Answer: {line}', 'number')[0]
   return line or None
@@ -146,11 +150,18 @@ def clean(text: str) -> str:
   for pattern, plain in _SAME_COMMANDS:
     text = re.sub(pattern, plain, text)
   text = re.sub(r'(?<=\d)(?:\\,|\\ |\\!|\{,\}|\{ \}|~)+(?=\d{3}(?!\d))', '', text)
-  text = text.rstrip().rstrip('.,;').rstrip()
+  text = _RUN.sub(_items, text.rstrip().rstrip('.,;').rstrip())
   if re.fullmatch(r'[+-]?\d{1,3}(?:,\\?!?\d{3})+(?:\.\d+)?(?:\D.*)?', text):
     text = re.sub(r'(?<=\d),\\?!?(?=\d{3}(?!\d))', '', text)
   text = re.sub(r'^(?:minus|negative)\s+(?=[\d.\\])', '-', text)
   return _NUMERALS.get(_said(text).lower()) or re.sub(r'^\+(?=\d)', '', text)
+
+
+def _items(run: re.Match) -> str:
+  first, second, last = (int(x) if x else None for x in run.groups())
+  step = 1 if second is None else second - first
+  items = range(first, last + step, step) if step else ()
+  return ', '.join(map(str, items)) if len(items) <= _MAX_CHARS and items[-1:] == range(last, last + 1) else run[0]
 
 
 def _ascii(char: re.Match) -> str:
@@ -168,8 +179,8 @@ def equal(gold: str, answer: str) -> tuple[bool, str]:
   how = _as_text(gold)
   if how:
     return _text_equal(gold, answer, how), how
-  if _as_text(answer) == 'name':
-    return False, 'a name'
+  if _as_text(answer) == 'name' or _DOTS.search(answer):
+    return False, 'a name, or what is left out'
   ours, theirs = procedural.number(gold), procedural.number(answer)
   if ours is not None and theirs is not None:
     return ours == theirs, 'numbers'
@@ -228,7 +239,7 @@ def _as_text(gold: str) -> str:
     return 'words'
   if re.fullmatch(r'\(?[A-Za-z]+(?:[ -][A-Za-z]+)+\)?|[A-Z][a-z]{2,}', gold):
     return 'words'
-  return 'same text' if '\\begin{cases}' in gold or _quantity(gold)[0] is None else ''
+  return 'same text' if '\\begin{cases}' in gold or _DOTS.search(gold) or _quantity(gold)[0] is None else ''
 
 
 def _text_equal(gold: str, answer: str, how: str) -> bool:

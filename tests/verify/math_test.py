@@ -95,6 +95,9 @@ class CasesTest(parameterized.TestCase):
       (r'2\mathbf{i}+3\mathbf{j}', r'3\mathbf j+2\mathbf i', True), (r'\{x : x>0\}', r'(0,\infty)', True),
       (r'2\mathbf{i}+3\mathbf{j}', r'3\mathbf{i}+2\mathbf{j}', False), ('-3', 'minus 3', True),
       ('-3', 'negative 3', True), ('4', r'\text{four}', True), (r'\text{two}', '2', True),
+      (r'\{1,2,\ldots,10\}', r'\{1,\dots,10\}', True), (r'\{1,2,\ldots,10\}', r'\{1,2,10\}', False),
+      (r'\{2,4,\ldots,8\}', r'\{2,4,6,8\}', True), (r'\{1,2,3\}', r'\{1,2,3,\ldots\}', False),
+      (r'\{1,2,\ldots\}', r'\{1, 2, \ldots\}', True), ('1,1,\\ldots,1', '1,1,1', False),
       (r'\begin{cases}x&x>0\\-x&x<0\end{cases}', r'\begin{cases} x & x>0 \\ -x & x<0 \end{cases}', True),
       (r'\begin{cases}x&x>0\\-x&x<0\end{cases}', r'\begin{cases}-x&x>0\\x&x<0\end{cases}', False),
   )
@@ -110,7 +113,8 @@ class CasesTest(parameterized.TestCase):
       ('3000000', 'The answer is 3 million dollars.', True), ('2', 'Answer: 2 hours and 30 minutes', False),
       (r'x<1\text{ or }x>2', 'Answer: $x<1$ or $x>2$', True), ('3:30 PM', 'Answer: 3:30 AM', False),
       ('7', r'<think>so \boxed{7}</think> I do not know.', False), ('7', r'<think>\boxed{3}</think>\boxed{7}', True),
-      ('7', r'<think> \boxed{7}', True),
+      ('7', r'<think> \boxed{7}', True), (r'2\sqrt3', r'Answer: 2\sqrt{3} meters', True),
+      (r'\frac{3}{4}', 'Answer: $\\frac{3}{4}$ hours, or 45 minutes', True), ('12', 'Answer: 3 + 9 = 12 apples', True),
   )
   def test_as_it_is_stated(self, gold, text, right):
     self.assertEqual(verify(gold, text).status, 'pass' if right else 'fail')
