@@ -52,7 +52,8 @@ _WITH_BARE_UNIT = re.compile(r'([-+\d.,:/]*\d|.*\})(\s+(?:[A-Za-z.]{3,}.*|[mgsh]
 # Words that say another thing than what is counted.
 _NO_UNIT = {'or', 'and', 'not', 'less', 'more', 'fewer', 'least', 'most', 'than', 'maybe', 'perhaps', 'if', 'but', 'to',
             'plus', 'minus', 'times', 'half', 'false', 'wrong', 'is', 'for', 'when', 'where', 'with', 'mod', 'sin',
-            'cos', 'tan', 'log', 'ln', 'exp', 'sqrt', 'pi', *_NUMERALS}
+            'cos', 'tan', 'log', 'ln', 'exp', 'sqrt', 'pi', 'factorial', 'inverse', 'negative', 'below', 'score', 'x',
+            'y', 'z', *_NUMERALS}
 _DOTS = re.compile(r'\\[lc]?dots|…|\.\.\.')
 _RUN = re.compile(rf'(-?\d{{1,9}}),\s*(?:(-?\d{{1,9}}),\s*)?(?:{_DOTS.pattern})\s*,\s*(-?\d{{1,9}})(?![\d.])')
 _WORKERS = worker.WorkerPool('ptjax.verify.math_policy', size=2)
@@ -153,7 +154,7 @@ def clean(text: str) -> str:
   text = _RUN.sub(_items, text.rstrip().rstrip('.,;').rstrip())
   if re.fullmatch(r'[+-]?\d{1,3}(?:,\\?!?\d{3})+(?:\.\d+)?(?:\D.*)?', text):
     text = re.sub(r'(?<=\d),\\?!?(?=\d{3}(?!\d))', '', text)
-  text = re.sub(r'^(?:minus|negative)\s+(?=[\d.\\])', '-', text)
+  text = re.sub(r'^(?:\\text\s*\{\s*(?:minus|negative)\s*\}\s*|(?:minus|negative)\s+)(?=[\d.\\])', '-', text)
   return _NUMERALS.get(_said(text).lower()) or re.sub(r'^\+(?=\d)', '', text)
 
 
@@ -213,9 +214,10 @@ def _quantity(formula: str, bare: bool = True) -> tuple[str | None, str]:
     return formula, ''
   value, words = match[1], _TEXT.sub(r' \1 ', match[2]).replace('.', '')
   unit = _UNIT.fullmatch(re.sub(r'\s+', ' ', words).strip().replace(' ^', '^'))
-  if not unit or _NO_UNIT & set((unit[1] or '').lower().split()):
+  words = (unit and unit[1] or '').split()
+  if not unit or _NO_UNIT & {w.lower() for w in words} or words[:1] in (['squared'], ['cubed']) or (
+      'percent' in words[:-1]):
     return None, ''
-  words = (unit[1] or '').split()
   while words and words[0].lower() in answers.SCALES:
     value = f'({value})\\cdot {answers.SCALES[words.pop(0).lower()]}'
   name = ' '.join(words).rstrip('s') + re.sub('[{}]', '', unit[2] or '')

@@ -17,13 +17,14 @@ _LATEX = math_verify.LatexExtractionConfig(boxed_match_priority=0)
 # Units are not for the library, which takes the t of 3t for one.
 _CONFIG = [dataclasses.replace(
     _LATEX, normalization_config=dataclasses.replace(_LATEX.normalization_config, units=False))]
-_BASED = re.compile(r'(-?)\(?([0-9A-Za-z]+)\)?_\{?(?:\\text\{)?(?:base\s*)?(\d+)\}?\}?')
+_BASED = re.compile(r'(-?)\(?(\d[0-9A-Za-z]*|[0-9A-Za-z]{2,})\)?_\{?(?:\\text\{)?(?:base\s*)?(\d+)\}?\}?')
 _MIXED = re.compile(r'(-?)(\d+)\s*\\frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))')
 _MIXED_PLAIN = re.compile(r'(-?)(\d+)\s+(\d+)/(\d+)')
 _SCIENTIFIC = re.compile(r'(-?\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})')
 _REPEATING = re.compile(r'(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{?(\d+)\}?')
 _WHERE = re.compile(r'^\\\{\s*[a-z]\s*(?::|\||\\mid)\s*(.*)\\\}$')
-_PERCENT = re.compile(r'\s*\\?%$')
+_PERCENT = re.compile(
+    r'^((?:[A-Za-z]\s*=)?\s*-?[\d\s.]*(?:\\frac\s*(?:\{\d+\}|\d)\s*(?:\{\d+\}|\d))?)\s*\\?%$')
 _DEGREES = re.compile(r'\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))')
 _MEASURED = re.compile(rf'(\d+(?:\.\d+)?)\s*{_DEGREES.pattern}')
 _POINTS = [sympy.Rational(a, b) for a, b in ((38, 17), (97, 29), (51, 23), (131, 37), (67, 31), (83, 19))]
@@ -54,7 +55,7 @@ def respond(request: dict) -> dict:
 
 
 def _bare(formula: str) -> str:
-  return _PERCENT.sub('', _DEGREES.sub('', formula))
+  return _PERCENT.sub(r'\1', _DEGREES.sub('', formula))
 
 
 def read(formula: str):
@@ -65,8 +66,9 @@ def read(formula: str):
   formula = _REPEATING.sub(_fraction, formula.replace('\\bmod', '\\mod'))
   formula = _WHERE.sub(r'\1', formula)
   formula = _MEASURED.sub(r'(\1\\cdot\\frac{\\pi}{180})', formula)
-  if _PERCENT.search(formula):
-    value = read(_PERCENT.sub('', formula))
+  percent = _PERCENT.match(formula)
+  if percent and '=' not in formula:
+    value = read(percent[1].strip())
     return None if value is None else value / 100
   if '\\pm' in formula:
     return _set([read(formula.replace('\\pm', a).replace('\\mp', b)) for a, b in ('+-', '-+')])
@@ -76,7 +78,7 @@ def read(formula: str):
     return _ratio(formula.split(':'))
   plain = _read_plain(formula)
   if plain is not None:
-    return plain
+    return None if plain is sympy.nan else plain
   parsed = math_verify.parse(f'\\boxed{{{formula}}}', extraction_config=_CONFIG, parsing_timeout=None)
   values = [p for p in parsed if not isinstance(p, str)]
   value = exact(values[0]) if values else None
@@ -116,7 +118,10 @@ def _ratio(parts: list[str]):
 
 
 def _read_plain(formula: str):
-  """The value of a number with a base, a mixed number or one in scientific notation, else None."""
+  """The value of a number with a base, a mixed number or one in scientific notation, else None.
+
+  One that is written so but has no value, as 5 in base 2, is not a number.
+  """
   based = _BASED.fullmatch(formula)
   if based and 2 <= int(based[3]) <= 36:
     return _in_base(based)
@@ -139,7 +144,7 @@ def _in_base(based: re.Match):
   try:
     value = sympy.Integer(int(based[2], int(based[3])))
   except ValueError:
-    return None
+    return sympy.nan if re.search(r'\d', based[2]) else None  # letters can be variables
   return -value if based[1] else value
 
 
