@@ -93,6 +93,8 @@ def _choose(tier: str, min_isolation: str) -> str:
     else:
       failure = _rehearsal(name)
     if not failure:
+      if failures:
+        logging.warning('sandbox: tier %s is the strongest that holds here\n%s', name, '\n'.join(failures))
       return name
     failures.append(f'  {name}: {failure}\n      fix: {tiers.FIXES[name]}')
   raise SandboxUnavailable(f'no sandbox: tier = {tier!r}, min_isolation = {min_isolation!r}\n' + '\n'.join(failures))
