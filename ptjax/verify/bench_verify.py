@@ -61,7 +61,7 @@ def job(config, *, output: str, **unused) -> None:
     works = {'bare': _bare, 'sandbox, warm Python': lambda: box.run([sandbox.WARM_PYTHON, '-c', 'pass']),
              'sandbox, new Python': lambda: box.run([box.interpreter, '-I', '-S', '-c', 'pass'])}
     for name, row in ANSWERS.items():
-      if name != 'code, stdio in C' or shutil.which('gcc'):
+      if name != 'code, stdio in C' or shutil.which(languages.LANGUAGES['c'].program):
         works[name] = _verdict(pool, *row)
     figures = measure(works)
     figures['sandbox, warm Python'] |= {'p95_of_64_ms': crowd(works['sandbox, warm Python'])}

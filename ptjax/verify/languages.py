@@ -6,6 +6,7 @@ in a job of its own under BUILD_LIMITS; tests are not there. What a build uses u
 """
 
 import dataclasses
+import functools
 import os
 import shutil
 import subprocess
@@ -79,15 +80,15 @@ def lookup(name: str) -> Language:
   """A language's row. Raises ValueError for an unknown name, or one whose program this host does not have."""
   if name not in LANGUAGES:
     raise ValueError(f'unknown language {name!r}; known are python and {sorted(LANGUAGES)}')
-  language = LANGUAGES[name]
-  if shutil.which(language.program) is None:
-    raise ValueError(f'language {name!r} needs {language.program} on the PATH; fix: {language.fix}')
-  return language
+  if _locate(name) is None:
+    raise ValueError(f'language {name!r} needs {LANGUAGES[name].program} on the PATH, and it must run; fix: '
+                     f'{LANGUAGES[name].fix}')
+  return LANGUAGES[name]
 
 
 def readable() -> list[str]:
   """The folders outside the system's own that the languages on this host live in; a sandbox must be given them."""
-  found = [_locate(language)[1] for language in LANGUAGES.values() if shutil.which(language.program)]
+  found = [place[1] for name in LANGUAGES if (place := _locate(name)) is not None]
   return [folder for folder in dict.fromkeys(found) if folder]
 
 
@@ -105,12 +106,11 @@ def build(name: str, source: bytes, files: Mapping[str, str], box: sandbox.Sandb
   failure = try_out(name, box)
   if failure:
     raise RuntimeError(f'{language.program} does not work in sandbox tier {box.tier}: {failure}')
-  return _build(language, source, files, box, most_bytes)
+  return _build(name, source, files, box, most_bytes)
 
 
-def _build(language: Language, source: bytes, files: Mapping[str, str], box: sandbox.Sandbox,
-           most_bytes: int) -> Program:
-  program, _ = _locate(language)
+def _build(name: str, source: bytes, files: Mapping[str, str], box: sandbox.Sandbox, most_bytes: int) -> Program:
+  language, (program, _) = LANGUAGES[name], _locate(name)
   fill = lambda argv: tuple(word.format(program=program) for word in argv)
   env = {'OPENSSL_CONF': os.devnull} if language.program == 'node' else {}  # its own may be out of a job's reach
   if not language.build:
@@ -133,7 +133,7 @@ def try_out(name: str, box: sandbox.Sandbox) -> str:
     tried = _tried.setdefault(box, {})
     if name not in tried:
       try:
-        program = _build(language, language.echo.encode(), {}, box, BUILD_LIMITS.disk_mb << 20)
+        program = _build(name, language.echo.encode(), {}, box, BUILD_LIMITS.disk_mb << 20)
         result = box.run(program.argv, files=program.files, limits=_RUN_LIMITS, stdin=b'42\n', env=program.env)
         tried[name] = '' if result.stdout.split() == [b'42'] else f'{result.verdict}, {result.stderr[-300:]!r}'
       except BuildFailed as e:
@@ -141,14 +141,23 @@ def try_out(name: str, box: sandbox.Sandbox) -> str:
     return tried[name]
 
 
-def _locate(language: Language) -> tuple[str, str]:
-  """(the program's path, the folder to make readable for it or '' where jobs see it anyway)."""
-  path = shutil.which(language.program)
-  if language.program == 'rustc':  # often a front that looks for the compiler in the caller's home
-    asked = subprocess.run([path, '--print', 'sysroot'], capture_output=True, text=True, check=False)
-    if asked.returncode == 0:
-      path = os.path.join(asked.stdout.strip(), 'bin', 'rustc')
+def _locate(name: str) -> tuple[str, str] | None:
+  """(a language's program, the folder to make readable for it or '' where jobs see it anyway); None: not here."""
+  path = shutil.which(LANGUAGES[name].program)
+  if path is None:
+    return None
+  if name == 'rust':  # often a front that looks for the compiler in the caller's home
+    asked = _sysroot(path)
+    if asked is None:
+      return None
+    path = os.path.join(asked, 'bin', 'rustc')
   if path.startswith(_SYSTEM):
     return path, ''
   path = os.path.realpath(path)
   return path, os.path.dirname(os.path.dirname(path))
+
+
+@functools.cache
+def _sysroot(rustc: str) -> str | None:
+  asked = subprocess.run([rustc, '--print', 'sysroot'], capture_output=True, text=True, check=False)
+  return asked.stdout.strip() if asked.returncode == 0 else None

@@ -7,7 +7,6 @@ Every tier is found by rehearsing whole jobs in it, so this takes a few seconds 
 
 import os
 import platform
-import shutil
 import sys
 
 from rich import console
@@ -47,7 +46,10 @@ def _languages(box: sandbox.Sandbox) -> table.Table:
   rows = table.Table('language', f'in tier {box.tier}')
   rows.add_row('python', box.interpreter)
   for name, language in languages.LANGUAGES.items():
-    path = shutil.which(language.program)
-    failure = languages.try_out(name, box) if path else f'{language.program} is not installed; fix: {language.fix}'
-    rows.add_row(name, f'no: {failure}' if failure else path)
+    try:
+      languages.lookup(name)
+      failure = languages.try_out(name, box)
+    except ValueError as e:
+      failure = str(e)
+    rows.add_row(name, f'no: {failure}' if failure else language.program)
   return rows

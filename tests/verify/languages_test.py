@@ -44,8 +44,8 @@ class GradeTest(parameterized.TestCase):
 
   def works(self, language) -> bool:
     """Whether the language is here; where it is not, it must be refused with what to do."""
-    if shutil.which(languages.LANGUAGES[language].program) is None:
-      with self.assertRaisesRegex(ValueError, 'on the PATH; fix: '):
+    if languages._locate(language) is None:
+      with self.assertRaisesRegex(ValueError, 'on the PATH, and it must run; fix: '):
         code.check(task_in(language))
       return False
     box = _POOL._sandbox()
@@ -106,7 +106,7 @@ class CheckTest(parameterized.TestCase):
 
   def test_a_compiler_that_is_not_there_is_named_before_anything_runs(self):
     with mock.patch.object(shutil, 'which', return_value=None):
-      with self.assertRaisesRegex(ValueError, 'field "tests.language": .*rustc on the PATH; fix:'):
+      with self.assertRaisesRegex(ValueError, 'field "tests.language": .*rustc on the PATH, and it must run; fix:'):
         code.check(task_in('rust'))
       self.assertEqual(languages.readable(), [])
 
