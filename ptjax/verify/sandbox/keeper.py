@@ -18,7 +18,6 @@ import socket
 import stat
 import struct
 import sys
-import threading
 import time
 import types
 
@@ -357,7 +356,8 @@ def finish_warm(status):
   if status is not None and not isinstance(status, int):
     print(status, file=sys.stderr)
     status = 1
-  threading._shutdown()
+  if 'threading' in sys.modules:  # not warm: what it does at every fork costs more than its import where it is needed
+    sys.modules['threading']._shutdown()
   atexit._run_exitfuncs()
   for stream in (sys.stdout, sys.stderr):
     try:
