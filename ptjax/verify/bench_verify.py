@@ -27,7 +27,7 @@ from ptjax.verify import sandbox
 
 ROUNDS = 5
 ONE_BY_ONE, ONE_BY_ONE_S = 20, 1.0  # calls of a round, for the latency, and the seconds after which they are enough
-IN_FLIGHT, TOGETHER = 8, 64  # callers at one time, for the throughput, and calls of a round; fewer where they are slow
+IN_FLIGHT, TOGETHER = 8, 200  # callers at one time, for the throughput, and calls of a round; fewer where they are slow
 MANY = 64  # callers at one time, for the latency of a crowd
 
 _CALLS = json.dumps({'entry': 'f', 'cases': [{'args': [i], 'expected': i + 1} for i in range(8)]})
