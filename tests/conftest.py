@@ -23,7 +23,6 @@ os.environ.update(
     JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES='-1',
     # Eight devices share two cores or fewer: a collective may wait long for the last of them without being stuck.
     XLA_FLAGS='--xla_cpu_collective_call_terminate_timeout_seconds=600',
-    NPROC='32',  # threads that XLA makes; as many as devices, and those that wait for each other leave none to work
     TEST_TMPDIR=tempfile.mkdtemp(prefix='ptjax_test_'),  # where absltest's create_tempdir works
 )
 

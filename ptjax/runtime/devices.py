@@ -74,9 +74,6 @@ def initialize(
   Raises:
     ValueError: an address without a usable process count and id.
   """
-  if jax.config.jax_num_cpu_devices > 1:
-    # XLA makes as many threads as devices; those that wait for each other would leave none to work.
-    os.environ.setdefault('NPROC', str(4 * jax.config.jax_num_cpu_devices))
   if cache_dir and 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
     os.makedirs(cache_dir, exist_ok=True)
     jax.config.update('jax_compilation_cache_dir', cache_dir)
