@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
-import os
 import pathlib
 import random
 import threading
@@ -62,9 +61,8 @@ VERIFIERS = {
     'math': Row(math.verify, math.check, ('math.py', 'math_policy.py', 'answers.py', 'worker.py'),
                 ('math-verify', 'latex2sympy2_extended', 'sympy')),
     'code': Row(code.verify, code.check,
-                ('code.py', 'code_blocks.py', 'code_server.py', 'code_tests.py', 'languages.py', 'plain_values.py'),
-                ('pytest',),
-                sandboxed=True),
+                ('code.py', 'code_blocks.py', 'code_server.py', 'code_tests.py', 'languages.py', 'plain_values.py',
+                 'answers.py'), ('pytest',), sandboxed=True),
     'procedural': Row(procedural.verify, procedural.check,
                       ('procedural.py', 'puzzles.py', 'answers.py', 'worker.py'), ('reasoning-gym',)),
 }
@@ -114,8 +112,8 @@ class VerifierPool:
     self._owns_box = box is None
     self._lock = threading.Lock()
     # Program tests hold a place while they start their second job, so there are two threads for each.
-    jobs = workers or len(os.sched_getaffinity(0)) + 1
-    self._threads = concurrent.futures.ThreadPoolExecutor(2 * jobs, thread_name_prefix='verify')
+    threads = 2 * (workers or sandbox.default_workers())
+    self._threads = concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix='verify')
 
   def run(self, tasks: Sequence[types.Task], texts: Sequence[str]) -> list[types.Verdict]:
     """The verdicts in order. Blocks until all are in.

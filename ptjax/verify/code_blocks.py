@@ -13,6 +13,7 @@ import textwrap
 import warnings
 from collections.abc import Collection, Iterator
 
+from ptjax.verify import answers
 from ptjax.verify import languages
 
 MAX_CHARS = 1 << 16
@@ -43,13 +44,13 @@ class _Block:
 def extract(text: str, wanted: Collection[str] = (), language: str = 'python') -> tuple[str, bool]:
   """The source in a completion and whether it was given in the asked form: code and nothing else.
 
-  What comes before the last `</think>` is no answer. A fenced block wins over raw text: the last that parses and
+  A model's thoughts are no answer. A fenced block wins over raw text: the last that parses and
   defines one of the `wanted` names, with the earlier blocks that define what it lacks; else the last that parses, one
   marked as Python or with a definition, an import or a print first; else the last that has a wanted name after `def`;
   else the last. Raw text that does not parse loses the prose around its code. In other languages the last block marked
   as such wins, else the last unmarked one, else the last one; raw text is taken whole.
   """
-  text = text[:MAX_CHARS].rpartition('</think>')[2].replace('\r\n', '\n').removeprefix('\ufeff')
+  text = answers.without_thoughts(text[:MAX_CHARS]).replace('\r\n', '\n').removeprefix('\ufeff')
   blocks = list(_blocks(text, language))
   if not blocks:
     return _raw(text) if language == 'python' else (text, bool(text.strip()))

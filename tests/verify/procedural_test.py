@@ -1,7 +1,9 @@
 """Exactness: no credit for containing, nearing or decorating the right answer, and no model text is ever run."""
 
 import json
+import os
 import pathlib
+import subprocess
 import sys
 import tempfile
 
@@ -12,6 +14,8 @@ from ptjax import types
 from ptjax.tasks import procedural as makers
 from ptjax.verify import procedural
 from ptjax.verify import puzzles
+
+_ROOT = pathlib.Path(__file__).parents[2]
 
 
 def task(reference, verifier='procedural'):
@@ -108,12 +112,13 @@ class FamilyTest(parameterized.TestCase):
     self.assertEqual(procedural.verify(task({'answer': board, 'kind': 'text'}), f'Answer: {board}').status, 'pass')
 
   def test_an_entry_is_the_same_in_processes_with_other_hashes(self):
-    made = {}
-    for family in ('word_ladder', 'isomorphic_strings', 'ransom_note', 'polynomial_multiplication', 'knight_swap'):
-      made[family] = procedural.make_entry(family, level=1, seed=3, size=9, index=4)
-    procedural._WORKERS.close()  # pylint: disable=protected-access
-    for family, entry in made.items():
-      self.assertEqual(procedural.make_entry(family, level=1, seed=3, size=9, index=4), entry)
+    families = ('word_ladder', 'isomorphic_strings', 'ransom_note', 'polynomial_multiplication', 'knight_swap')
+    code = ('import json\nfrom ptjax.verify import procedural\n'
+            f'print(json.dumps([procedural.make_entry(f, level=1, seed=3, size=9, index=4) for f in {families}]))')
+    made = {subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True, cwd=_ROOT,
+                           env={**os.environ, 'PYTHONHASHSEED': seed}).stdout for seed in '12'}
+    self.assertLen(made, 1)
+    self.assertLen(json.loads(made.pop()), len(families))
 
   def test_what_cannot_be_scored_is_found_before_an_answer_is(self):
     remade = {'answer': 'FIE,FIG', 'family': 'word_ladder', 'seed': 5, 'size': 9, 'index': 2}
@@ -245,11 +250,9 @@ def _color(colors, edges, options):
 class ImportTest(absltest.TestCase):
 
   def test_reasoning_gym_is_lazy_and_jax_absent(self):
-    import subprocess  # pylint: disable=g-import-not-at-top
     code = ('import sys, ptjax.verify.base, ptjax.verify.stream, ptjax.tasks.procedural, ptjax.tasks.jsonl\n'
             'print([m for m in ("jax", "reasoning_gym", "math_verify", "sympy") if m in sys.modules])')
-    root = pathlib.Path(__file__).parents[2]
-    out = subprocess.run([sys.executable, '-c', code], cwd=root, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run([sys.executable, '-c', code], cwd=_ROOT, capture_output=True, text=True, check=True).stdout
     self.assertEqual(out.strip(), '[]')
 
 

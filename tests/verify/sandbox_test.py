@@ -318,9 +318,10 @@ class InteractiveTest(SandboxTest):
     with self.box.start(warm('import sys; print(len(sys.stdin.read()))'), limits=QUICK, stdin=b'x' * 300_000) as job:
       child = os.fork()
       if child == 0:
-        time.sleep(3)
+        time.sleep(60)
         os._exit(0)
       self.addCleanup(os.waitpid, child, 0)
+      self.addCleanup(os.kill, child, signal.SIGKILL)
       self.assertEqual(job.finish().stdout, b'300000\n')
 
 

@@ -64,6 +64,11 @@ class Limits:
       object.__setattr__(self, field.name, field.type(value))  # 16.0 is 16
 
 
+def default_workers() -> int:
+  """One more than the cores this process may use: while one job ends another can start."""
+  return len(os.sched_getaffinity(0)) + 1
+
+
 def survey() -> dict[str, str]:
   """Each isolating tier's name -> '' where its rehearsal on this host holds, else the step that failed."""
   return {tier: _rehearsal(tier) for tier in tiers.TIERS if tier != 'none'}
@@ -138,8 +143,7 @@ class Sandbox:
   Args:
     tier: 'auto' takes the strongest that works; or one of tiers.TIERS by name.
     min_isolation: the weakest tier to accept. None: 'uid' for tier='auto', else the named tier.
-    workers: jobs in flight at most; further calls wait. None: one more than the cores this process may use, for while
-      one job ends another can start.
+    workers: jobs in flight at most; further calls wait. None: default_workers().
     readable: more folders of the host that jobs may read, such as a compiler's.
   Raises:
     SandboxUnavailable: nothing at or above min_isolation works here; names each failed probe and the fix.
@@ -157,7 +161,7 @@ class Sandbox:
       logging.warning('SANDBOX TIER none: jobs run UNPROTECTED and can do whatever this user can')
     self.interpreter = tiers.interpreter_of(self.tier)[0]  # the Python that jobs can surely execute
     self._readable = tuple(readable)
-    workers = workers or len(os.sched_getaffinity(0)) + 1
+    workers = workers or default_workers()
     self._places = _Places(workers)
     self._threads = concurrent.futures.ThreadPoolExecutor(workers, thread_name_prefix='sandbox')  # of run_async
     self._lock = threading.Lock()

@@ -431,8 +431,7 @@ def _share(host: str, path: str):
       os.symlink(os.readlink(source), path)
   elif os.path.isdir(source) and not os.path.isdir(path):
     os.makedirs(path)
-    linux.mount(source, path, None, linux.MS_BIND | linux.MS_REC)
-    linux.set_mount_attributes(path, linux.ATTR_RDONLY | linux.ATTR_NOSUID | linux.ATTR_NODEV)
+    _bind_read_only(source, path)
 
 
 def _is_temporary(path: str) -> bool:
@@ -443,9 +442,13 @@ def _keep(host: str, path: str) -> str:
   """Binds one of the host's folders read-only below /shared, from where it can be bound again."""
   kept = f'/shared/{len(os.listdir("/shared"))}'
   os.mkdir(kept)
-  linux.mount(host + path, kept, None, linux.MS_BIND | linux.MS_REC)
-  linux.set_mount_attributes(kept, linux.ATTR_RDONLY | linux.ATTR_NOSUID | linux.ATTR_NODEV)
+  _bind_read_only(host + path, kept)
   return kept
+
+
+def _bind_read_only(source: str, target: str):
+  linux.mount(source, target, None, linux.MS_BIND | linux.MS_REC)
+  linux.set_mount_attributes(target, linux.ATTR_RDONLY | linux.ATTR_NOSUID | linux.ATTR_NODEV)
 
 
 def _raise_loopback():

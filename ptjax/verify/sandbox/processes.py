@@ -46,11 +46,15 @@ def count_threads(uid: int) -> int:
 
 def read_status(pid: int) -> tuple[int, int]:
   """Threads, and kB of memory that is the process's own: its pages, what it swapped out, its page tables."""
+  fields = _status(pid)
+  return fields[b'Threads'], sum(fields.get(name, 0) for name in _OWN)  # a dead process has no memory
+
+
+def _status(pid: int) -> dict[bytes, int]:
   with open(f'/proc/{pid}/status', 'rb') as file:
     lines = file.read().split(b'\n')[1:]  # the first is a name of the process's own choice
-  pairs = dict(line.split(b':', 1) for line in lines if b':' in line)
-  own_kb = sum(int(pairs[name].split()[0]) for name in _OWN if name in pairs)  # a dead process has none
-  return int(pairs[b'Threads']), own_kb
+  pairs = (line.split(b':', 1) for line in lines if b':' in line)
+  return {name: int(text.split()[0]) for name, text in pairs if name in (b'Threads', *_OWN)}
 
 
 def read_ticks(pid: int) -> tuple[int, int]:
@@ -75,7 +79,7 @@ def inspect(pids: list[int], device: int | None) -> tuple[int, float, list[int]]
       left -= len(maps)
       if left < 0:
         return None
-      total_kb += _proportional_kb(pid) + _page_tables_kb(pid)
+      total_kb += _proportional_kb(pid) + _status(pid).get(b'VmPTE', 0)
       if device is not None:
         open_files = _unlinked_files(pid, device)
         unlinked |= open_files
@@ -112,12 +116,6 @@ def _proportional_kb(pid: int) -> int:
   with open(f'/proc/{pid}/smaps_rollup', 'rb') as file:
     sizes = {words[0]: int(words[1]) for words in map(bytes.split, file) if words[-1] == b'kB'}
   return sizes[b'Pss_Anon:'] + sizes[b'SwapPss:'] + sizes[b'Pss_Shmem:']
-
-
-def _page_tables_kb(pid: int) -> int:
-  with open(f'/proc/{pid}/status', 'rb') as file:
-    found = file.read().split(b'\nVmPTE:')[1:]
-  return int(found[-1].split()[0]) if found else 0
 
 
 def _mapped_deleted(maps: bytes, device: int) -> set[int]:

@@ -146,7 +146,7 @@ class Job:
   def __init__(self, worker: Worker, head: dict, body: dict, blobs: list[bytes], stdin: bytes, channel: bool, release):
     self._worker, self._limits, self._release = worker, head['limits'], release
     self._stdin, self._output, self._printed = memoryview(stdin), {'stdout': bytearray(), 'stderr': bytearray()}, 0
-    self._answers, self._hung_up, self._ended, self._result = bytearray(), not channel, None, None
+    self._answers, self._hung_up, self._result = bytearray(), not channel, None
     self._flooded, self._failure, self._given_back = False, None, False
     self._selector = selectors.PollSelector()  # cheap to make, for a handful of ends
     self._channel = None
@@ -231,8 +231,8 @@ class Job:
 
   def kill(self) -> JobResult:
     """Ends the job now and returns how it stood; the verdict is 'contained' unless a limit had ended it before."""
-    if self._result is None and self._ended is None:
-      self._worker.order(b'k')
+    if self._result is None:
+      self.stop()
     return self.finish()
 
   def stop(self) -> None:
@@ -249,7 +249,7 @@ class Job:
       for key, _ in self._selector.select(timeout_s):
         if self._result is None:  # else the one before was the report, and these are closed
           key.data(key.fileobj)
-      if self._ended is None and time.monotonic() > self._deadline:
+      if self._result is None and time.monotonic() > self._deadline:
         raise SandboxError(f'sandbox worker, tier {self._worker.tier}: silent {GRACE_S} s past the wall limit')
     except BaseException as error:  # whatever it is, the place must be free again
       self._abandon(error)
@@ -293,7 +293,7 @@ class Job:
       self._stop_flood()
 
   def _stop_flood(self):
-    if self._ended is None and not self._flooded:
+    if not self._flooded:
       self._flooded = True
       self._worker.order(b'o')
 
@@ -301,12 +301,12 @@ class Job:
     message = worker.read()
     if 'died' in message:
       raise SandboxError(f'sandbox worker, tier {worker.tier}: its keeper died with status {message["died"]}')
-    self._ended = message['ended']
+    ended = message['ended']
     self._drain_all()
     if self._flooded:
-      self._ended['verdict'] = 'limit:output'
+      ended['verdict'] = 'limit:output'
     output = {name: bytes(data) for name, data in self._output.items()}
-    self._result = JobResult(**self._ended, **output, tier=worker.tier)
+    self._result = JobResult(**ended, **output, tier=worker.tier)
     self._give_back(usable=True)
 
   def _drain_all(self):
@@ -333,7 +333,7 @@ class Job:
   def _let_go(self):
     """In a forked child: closes this job's ends. The parent's are not touched, nor what it waits for."""
     self._hung_up = True
-    for key in self._selector.get_map().values() if self._selector.get_map() else ():
+    for key in (self._selector.get_map() or {}).values():
       if isinstance(key.fileobj, int):
         os.close(key.fileobj)
     self._selector.close()
