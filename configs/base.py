@@ -83,7 +83,12 @@ def get_config() -> config_dict.ConfigDict:
       max_context=256,  # tokens of prompt and completion
       window=32,  # decode steps per host call, at most
       prefill_chunk=128,  # prompt tokens per prefill call, at most
+      prefill_budget=0,  # prompt tokens computed between two windows; 0: all that there is room for
       stop_ids=8,  # end tokens per request, at most
+      top_logp=0,  # most likely tokens per position that a request may ask for
+      biases=0,  # different logit biases at one time
+      draft_tokens=0,  # guessed by n-gram look-up and checked at each decode step; 0 is off
+      ngram=3,  # longest run of last tokens that is looked up
   )
   c.generate = _dict(
       temperature=0.0,  # 0 is greedy

@@ -21,7 +21,7 @@ from ptjax.evals import suites
 from ptjax.learn import update
 from ptjax.models import adapters
 from ptjax.runtime import devices
-from ptjax.sample.engine import Request
+from ptjax.sample.requests import Request
 from ptjax.tasks import jsonl
 from ptjax.weights import peft, safetensors
 

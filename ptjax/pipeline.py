@@ -24,7 +24,8 @@ from ptjax.models import adapters
 from ptjax.rl import loop, rollout
 from ptjax.runtime import checkpoint, devices, lineage, metrics
 from ptjax.runtime.stage import Stage, Stopped
-from ptjax.sample.engine import Engine, SamplerLimits
+from ptjax.sample.engine import Engine
+from ptjax.sample.requests import SamplerLimits
 from ptjax.tasks import jsonl, procedural
 from ptjax.verify.base import VerifierPool
 from ptjax.weights import load as model_weights
@@ -116,7 +117,8 @@ def build(config, *, tasks: bool = True) -> tuple[Parts, Any]:
   mesh = devices.make_mesh(**config.mesh)
   model = load_model(config, mesh)
   place = functools.partial(_sampler_sharding, mesh) if jax.process_count() == 1 else None  # else one local device
-  engine = Engine(model.config, SamplerLimits(**config.sampler), place=place)
+  engine = Engine(model.config, SamplerLimits(**config.sampler), place=place,
+                  decode_text=functools.partial(model.tokenizer.decode, skip_special=True))
   train, heldout = load_tasks(config) if tasks else ({}, [])
   verifiers = VerifierPool(min_isolation=config.sandbox.min_isolation, workers=config.sandbox.workers,
                            max_error_frac=config.verify.max_error_frac)

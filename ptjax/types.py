@@ -41,10 +41,20 @@ class Rollout:
   version: np.ndarray  # [T] int32, the policy version that drew each token
   finish_reason: str  # 'stop' (end token or stop string drawn) | 'length' | 'cancelled'
   temperature: float
+  model_logp: np.ndarray | None = None  # [T] f32, nats, under the model alone: temperature 1, no bias, no truncation
+  prompt_logp: np.ndarray | None = None  # [P] f32, nats, under the model alone, nan for the first; if it was asked for
+  top_ids: np.ndarray | None = None  # [T, A] int32, the model's A most likely tokens, if they were asked for
+  top_logp: np.ndarray | None = None  # [T, A] f32
+  prompt_top_ids: np.ndarray | None = None  # [P, A] int32
+  prompt_top_logp: np.ndarray | None = None  # [P, A] f32
+  stop_string: str = ''  # that ended it
+  stop_start: int = -1  # where that begins in the text of token_ids
   text: str = ''
 
   def __post_init__(self):
+    optional = (self.model_logp, self.top_ids, self.top_logp)
     lengths = {len(a) for a in (self.token_ids, self.mask, self.behavior_logp, self.version)}
+    lengths |= {len(a) for a in optional if a is not None}
     if len(lengths) != 1:
       raise ValueError(f'rollout of {self.task_id}: per-token arrays differ in length: {sorted(lengths)}')
 

@@ -15,7 +15,8 @@ from ptjax import types
 from ptjax.data import chat
 from ptjax.data.tokenizer import Tokenizer
 from ptjax.runtime import devices
-from ptjax.sample.engine import Engine, Request
+from ptjax.sample.engine import Engine
+from ptjax.sample.requests import Request
 
 
 def generate(engine: Engine, tokenizer: Tokenizer, tasks: Sequence[types.Task], *, samples: int, seed: int,

@@ -14,10 +14,12 @@ import numpy as np
 
 from ptjax.models import transformer
 from ptjax.models.families import ModelConfig
-from ptjax.sample import paged_attention, sampling
+from ptjax.sample import paged_attention, sampling, speculative
 from ptjax.sample.page_pool import SINK
 
 Pools = tuple[jax.Array, ...]  # one pool_ZKCH per layer
+
+_SCORED_AT_ONCE = 128  # prompt tokens whose logits exist at one time
 
 
 class Params(NamedTuple):
@@ -34,10 +36,10 @@ class Rows(NamedTuple):
 
   token_B: jax.Array  # last token, whose key and value are not in the pool yet
   position_B: jax.Array  # its position
-  remaining_B: jax.Array  # tokens still allowed
+  remaining_B: jax.Array  # tokens still allowed; the pages hold that many more
   law: sampling.Law
-  stop_BX: jax.Array  # X token ids that end the row, -1 for none
   table_BJ: jax.Array  # pages
+  token_BS: jax.Array | None  # all tokens so far, when drafts are looked up in them
 
 
 class Chunk(NamedTuple):
@@ -51,6 +53,29 @@ class Chunk(NamedTuple):
   page_J: jax.Array
   pages: jax.Array  # real entries of page_J
   live_RJ: jax.Array  # tokens of each listed page that row r sees
+
+
+class Window(NamedTuple):
+  """What a window drew: row b the first drawn_B[b] of its X entries."""
+
+  drawn_B: jax.Array
+  token_BX: jax.Array
+  behavior_logp_BX: jax.Array
+  model_logp_BX: jax.Array
+  top_id_BXA: jax.Array
+  top_logp_BXA: jax.Array
+  steps: jax.Array  # decode steps that ran
+  row_steps: jax.Array  # of those, times the rows that were live in them
+  drafted: jax.Array  # tokens guessed, and of those
+  accepted: jax.Array  # drawn
+
+
+class Scores(NamedTuple):
+  """Log-prob under temperature 1 of the token after each of a chunk's tokens, and the A most likely ones."""
+
+  logp_T: jax.Array
+  top_id_TA: jax.Array
+  top_logp_TA: jax.Array
 
 
 class Decoder:
@@ -94,45 +119,58 @@ class Decoder:
     ins = self._in_ranks[path[:-1]]
     return [*range(ins, rank), *range(ins)]
 
-  def window(self, params: Params, pools: Pools, rows: Rows, steps: jax.Array, least_live: jax.Array, *, width: int):
-    """Up to `steps` <= width decode steps, ended early when fewer than `least_live` rows are live.
+  def window(self, params: Params, pools: Pools, rows: Rows, bias_YV: jax.Array, steps: jax.Array,
+             least_live: jax.Array, *, width: int, drafts: int, ngram: int, alternatives: int) -> tuple[Pools, Window]:
+    """Up to `steps` decode steps, ended early when fewer than `least_live` rows are live.
 
-    Returns:
-      pools, token_WB, logp_WB, drawn_B: row b drew the first drawn_B[b] entries of column b.
+    A step feeds each row's last token and up to W = `drafts` guesses of the next ones, draws a token after each, and
+    keeps the draws up to and with the first that differs from its guess: the draws are those of a window without
+    guesses, whatever is guessed, as each depends on its own position's random numbers alone.
+
+    Args:
+      width: X, tokens that a row can draw in one window.
     """
-    C = pools[0].shape[2]
-    B = rows.token_B.shape[0]
+    C, B, Q = pools[0].shape[2], rows.token_B.shape[0], 1 + drafts
+    end_B = rows.position_B + rows.remaining_B  # first position without a page
+    after_Q = np.arange(Q)
+    law = sampling.each_of(rows.law, Q)
 
     def going(carry):
-      step, _, _, _, remaining_B, *_ = carry
-      return (step < steps) & (jnp.sum(remaining_B > 0) >= jnp.maximum(least_live, 1))
+      step, _, state = carry
+      return (step < steps) & (jnp.sum(state.remaining_B > 0) >= jnp.maximum(least_live, 1))
 
     def body(carry):
-      step, pools, token_B, position_B, remaining_B, token_WB, logp_WB, drawn_B = carry
-      live_B = remaining_B > 0
-      page_B = jnp.take_along_axis(rows.table_BJ, (position_B // C)[:, None], axis=1)[:, 0]
-      page_B = jnp.where(live_B, page_B, SINK)
-      length_B = jnp.where(live_B, position_B + 1, 1)
+      step, pools, now = carry
+      live_B = now.remaining_B > 0
+      guess_BW = speculative.look_up(now.token_BS, now.position_B, drafts, ngram) if drafts else jnp.zeros((B, 0), int)
+      token_BQ = jnp.concatenate([now.token_B[:, None], jnp.maximum(guess_BW, 0)], axis=1)
+      position_BQ = now.position_B[:, None] + after_Q[None]
+      held_BQ = live_B[:, None] & (position_BQ < end_B[:, None])
+      page_BQ = jnp.take_along_axis(rows.table_BJ, jnp.minimum(position_BQ // C, rows.table_BJ.shape[1] - 1), axis=1)
+      page_BQ = jnp.where(held_BQ, page_BQ, SINK)
+      length_BQ = jnp.where(live_B[:, None], jnp.minimum(position_BQ + 1, end_B[:, None]), 1)
 
-      def attend(pool_ZKCH, q_BTNH, k_BTKH, v_BTKH):
-        pool_ZKCH = paged_attention.write(pool_ZKCH, k_BTKH[:, 0], v_BTKH[:, 0], page_B, position_B % C)
-        return pool_ZKCH, paged_attention.decode(q_BTNH[:, 0], pool_ZKCH, rows.table_BJ, length_B)[:, None]
+      def attend(pool_ZKCH, q_BQNH, k_BQKH, v_BQKH):
+        flat = lambda x: x.reshape(B * Q, *x.shape[2:])
+        pool_ZKCH = paged_attention.write(pool_ZKCH, flat(k_BQKH), flat(v_BQKH), flat(page_BQ), flat(position_BQ % C))
+        return pool_ZKCH, paged_attention.decode(q_BQNH, pool_ZKCH, rows.table_BJ, length_BQ)
 
-      hidden_BTD, pools = self._hidden(params, pools, token_B[:, None], position_B[:, None], attend)
-      next_B, logp_B = sampling.draw(self._logits(params, hidden_BTD)[:, 0], rows.law, position_B)
-      stopped_B = jnp.any(next_B[:, None] == rows.stop_BX, axis=1)
-      remaining_B = jnp.where(live_B & ~stopped_B, remaining_B - 1, 0)
-      return (step + 1, pools, jnp.where(live_B, next_B, token_B), position_B + live_B, remaining_B,
-              jax.lax.dynamic_update_index_in_dim(token_WB, next_B, step, 0),
-              jax.lax.dynamic_update_index_in_dim(logp_WB, logp_B, step, 0), drawn_B + live_B)
+      hidden_BQD, pools = self._hidden(params, pools, token_BQ, position_BQ, attend)
+      logits_XV = self._logits(params, hidden_BQD).reshape(B * Q, -1)
+      drawn = sampling.draw(logits_XV, law, position_BQ.reshape(-1), bias_YV, alternatives=alternatives)
+      drawn = jax.tree.map(lambda x: x.reshape(B, Q, *x.shape[1:]), drawn)
+      return step + 1, pools, _advance(now, rows, drawn, guess_BW, live_B)
 
-    carry = (jnp.int32(0), pools, rows.token_B, rows.position_B, rows.remaining_B, jnp.zeros((width, B), jnp.int32),
-             jnp.zeros((width, B), jnp.float32), jnp.zeros(B, jnp.int32))
-    _, pools, _, _, _, token_WB, logp_WB, drawn_B = jax.lax.while_loop(going, body, carry)
-    return pools, token_WB, logp_WB, drawn_B
+    state = _State(
+        rows.token_B, rows.position_B, rows.remaining_B, rows.token_BS if drafts else None,
+        Window(jnp.zeros(B, jnp.int32), jnp.zeros((B, width), jnp.int32), jnp.zeros((B, width), jnp.float32),
+               jnp.zeros((B, width), jnp.float32), jnp.zeros((B, width, alternatives), jnp.int32),
+               jnp.zeros((B, width, alternatives), jnp.float32), *(jnp.int32(0),) * 4))
+    steps_run, pools, state = jax.lax.while_loop(going, body, (jnp.int32(0), pools, state))
+    return pools, state.out._replace(steps=steps_run)
 
-  def chunk(self, params: Params, pools: Pools, chunk: Chunk) -> Pools:
-    """The pools with the keys and values of the chunk's tokens."""
+  def _chunk(self, params: Params, pools: Pools, chunk: Chunk) -> tuple[jax.Array, Pools]:
+    """Hidden states [T, D] of the chunk's tokens, and the pools with their keys and values."""
     T = chunk.token_T.shape[0]
     mask_TS = (chunk.row_T[:, None] == chunk.row_T[None, :]) & np.tri(T, dtype=bool)
     live_TJ = jnp.where((chunk.row_T >= 0)[:, None], chunk.live_RJ[chunk.row_T], 0)
@@ -144,8 +182,29 @@ class Decoder:
                                       live_TJ)
       return pool_ZKCH, out_TNH[None]
 
-    _, pools = self._hidden(params, pools, chunk.token_T[None], chunk.position_T[None], attend)
-    return pools
+    hidden_BTD, pools = self._hidden(params, pools, chunk.token_T[None], chunk.position_T[None], attend)
+    return hidden_BTD[0], pools
+
+  def fill(self, params: Params, pools: Pools, chunk: Chunk) -> Pools:
+    """The pools with the keys and values of the chunk's tokens."""
+    return self._chunk(params, pools, chunk)[1]
+
+  def score(self, params: Params, pools: Pools, chunk: Chunk, next_T: jax.Array, *,
+            alternatives: int) -> tuple[Pools, Scores]:
+    """`fill`, and what each token predicts of next_T, the token after it."""
+    hidden_TD, pools = self._chunk(params, pools, chunk)
+    T = next_T.shape[0]
+    X = min(_SCORED_AT_ONCE, T)
+    padded = lambda x: jnp.pad(x, ((0, -T % X),) + ((0, 0),) * (x.ndim - 1)).reshape(-1, X, *x.shape[1:])
+
+    def some(inputs):
+      hidden_XD, next_X = inputs
+      logits_XV = self._logits(params, hidden_XD[None])[0]
+      wanted_X = jnp.ones(X, bool)
+      return Scores(sampling.log_prob(logits_XV, next_X), *sampling.top(logits_XV, wanted_X, alternatives))
+
+    scores = jax.lax.map(some, (padded(hidden_TD), padded(next_T)))
+    return pools, jax.tree.map(lambda x: x.reshape(x.shape[0] * X, *x.shape[2:])[:T], scores)
 
   def copy(self, pools: Pools, source_X: jax.Array, target_X: jax.Array) -> Pools:
     """The pools with pages copied; unused entries name the sink twice."""
@@ -166,3 +225,43 @@ class Decoder:
   def _logits(self, params: Params, hidden_BTD: jax.Array) -> jax.Array:
     head_VD = params.embed_VD if params.head_VD is None else params.head_VD
     return transformer.out_first_product(hidden_BTD, head_VD.astype(hidden_BTD.dtype), 1, jnp.float32)
+
+
+class _State(NamedTuple):
+  """A window in progress."""
+
+  token_B: jax.Array
+  position_B: jax.Array
+  remaining_B: jax.Array
+  token_BS: jax.Array | None
+  out: Window
+
+
+def _advance(now: _State, rows: Rows, drawn: sampling.Drawn, guess_BW: jax.Array, live_B: jax.Array) -> _State:
+  """The state after a step that drew a token after each of a row's Q inputs."""
+  B, Q = drawn.token_B.shape  # the fields of Drawn are [B, Q, ...] here
+  token_BQ = drawn.token_B
+  right_BW = (guess_BW == token_BQ[:, :-1]).astype(jnp.int32)
+  fine_B = 1 + jnp.sum(jnp.cumprod(right_BW, axis=1), axis=1)  # draws that follow nothing but right guesses
+  stop_BQ = jnp.any(token_BQ[:, :, None] == rows.law.stop_BX[:, None], axis=2)
+  stop_B = jnp.where(jnp.any(stop_BQ, axis=1), jnp.argmax(stop_BQ, axis=1), Q)  # its place
+  kept_B = jnp.minimum(jnp.minimum(fine_B, stop_B + 1), now.remaining_B) * live_B
+  stopped_B = stop_B < kept_B
+  out, after_Q = now.out, np.arange(Q)
+  place_BQ = jnp.where(after_Q[None] < kept_B[:, None], out.drawn_B[:, None] + after_Q[None], out.token_BX.shape[1])
+  row_B1 = np.arange(B)[:, None]
+  put = lambda old, new: old.at[row_B1, place_BQ].set(new, mode='drop')
+  last_B = jnp.take_along_axis(token_BQ, jnp.maximum(kept_B - 1, 0)[:, None], axis=1)[:, 0]
+  token_BS = now.token_BS
+  if token_BS is not None:
+    at_BQ = jnp.where(after_Q[None] < kept_B[:, None], now.position_B[:, None] + 1 + after_Q[None], token_BS.shape[1])
+    token_BS = token_BS.at[row_B1, at_BQ].set(token_BQ, mode='drop')
+  guessed_BW = (guess_BW >= 0) & live_B[:, None]
+  out = Window(
+      out.drawn_B + kept_B, put(out.token_BX, token_BQ), put(out.behavior_logp_BX, drawn.behavior_logp_B),
+      put(out.model_logp_BX, drawn.model_logp_B), put(out.top_id_BXA, drawn.top_id_BA),
+      put(out.top_logp_BXA, drawn.top_logp_BA), out.steps, out.row_steps + jnp.sum(live_B),
+      out.drafted + jnp.sum(guessed_BW), out.accepted + jnp.sum(jnp.maximum(kept_B - 1, 0)))
+  return _State(
+      jnp.where(live_B, last_B, now.token_B), now.position_B + kept_B,
+      jnp.where(stopped_B, 0, now.remaining_B - kept_B), token_BS, out)

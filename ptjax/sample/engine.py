@@ -1,29 +1,45 @@
 """The sampler: requests in, rollouts out, over a paged key/value pool with shared prefixes.
 
-The host decides between device calls (scheduler), the device runs many tokens per call (decode). Tokens depend on a
-request's seed, sample and prompt and on the weights, never on the slot, the pages, the order of arrival, the window
-or the neighbours. Programs are compiled once per declared bucket; new weights of the same shapes compile nothing. The
-engine has no tokenizer: token ids in, token ids out, `Rollout.text` is the caller's.
+The host decides between device calls (scheduler), the device runs many tokens per call (runner, decode). Tokens depend
+on a request's seed, sample and prompt and on the weights, never on the slot, the pages, the order of arrival, the
+window or the neighbours. The engine has no tokenizer: token ids in, token ids out, `Rollout.text` is the caller's; only
+stop strings need a function that turns ids into text. One thread owns an engine.
 """
 
 from collections.abc import Callable
-import functools
-from typing import Any
+import time
+from typing import NamedTuple
 
-from absl import logging
 from flax import nnx
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ptjax import types
 from ptjax.models.families import ModelConfig
-from ptjax.sample import decode, sampling
-from ptjax.sample.page_pool import SINK
-from ptjax.sample.scheduler import Piece, Request, SamplerLimits, Scheduler, Sequence
+from ptjax.sample.requests import Request, SamplerLimits
+from ptjax.sample.runner import Place, Runner
+from ptjax.sample.scheduler import Piece, PromptScores, Scheduler, Sequence
+from ptjax.sample.stop_strings import DecodeText, StopStrings
 
-Place = Callable[[tuple[int, ...], str], jax.sharding.Sharding]  # (shape, axis letters; '' is replicated)
+IN_FLIGHT = ('continue', 'restart', 'finish')  # what new weights mean for sequences that have begun
+
 OnFinish = Callable[[types.Rollout], None]
+
+
+class Event(NamedTuple):
+  """What one step did for one sample: n more drawn tokens, from the `start`-th on, and the rollout if it ended.
+
+  A sample that was restarted under new weights begins again at 0.
+  """
+
+  ticket: int
+  sample: int
+  start: int
+  token_ids: np.ndarray  # [n] int32
+  behavior_logp: np.ndarray  # [n]
+  model_logp: np.ndarray  # [n]
+  top_ids: np.ndarray  # [n, top_logp of the request]
+  top_logp: np.ndarray
+  rollout: types.Rollout | None
 
 
 class Engine:
@@ -34,55 +50,64 @@ class Engine:
     limits: sizes that fix memory and what is compiled.
     place: where an array of a shape and axis letters goes; None keeps everything on the first device. With a mesh:
       `lambda shape, axes: devices.sharding(mesh, axes, fit=shape)`.
+    decode_text: text of token ids without special tokens; only requests with stop strings need it.
   """
 
-  def __init__(self, model_config: ModelConfig, limits: SamplerLimits, *, place: Place | None = None):
+  def __init__(self, model_config: ModelConfig, limits: SamplerLimits, *, place: Place | None = None,
+               decode_text: DecodeText | None = None):
     if limits.max_context > model_config.max_position:
       raise ValueError(f'sampler max_context = {limits.max_context} exceeds the model\'s max_position = '
                        f'{model_config.max_position}')
-    here = jax.local_devices()[0]
     self.config, self.limits = model_config, limits
-    self._place = place or (lambda shape, axes: jax.sharding.SingleDeviceSharding(here))
-    self._decoder = decode.Decoder(model_config, out_first=here.platform == 'cpu')
+    self._decode_text = decode_text
+    self._runner = Runner(model_config, limits, place)
     self._scheduler = Scheduler(limits)
-    self._programs: dict[tuple, Any] = {}
-    self._params: decode.Params | None = None
-    self._pools: decode.Pools = ()
+    self._drafting = _Drafting(limits.draft_tokens)
+    self._paused = False
     self._tickets = 0
-    self._finished: list[tuple[int, int, types.Rollout]] = []
+    self._events: list[Event] = []
 
   # Weights
 
-  def load_params(self, state: nnx.State, version: int) -> None:
+  def load_params(self, state: nnx.State, version: int, *, in_flight: str = 'continue') -> None:
     """Samples from these weights from now on; nothing recompiles and `state` may be donated or changed afterwards.
 
-    Sequences in flight keep the tokens they have (with their versions and log-probs) and go on under the new weights;
-    all cached prefixes are dropped.
+    All cached prefixes are dropped. Sequences that have begun
+      'continue': keep their tokens (with their versions and log-probs) and go on under the new weights;
+      'restart': lose their tokens and begin again under the new weights;
+      'finish': are sampled to their end under the old weights, before this returns; the next step reports them.
 
     Args:
       state: a Transformer's parameters with stacked layers and no adapters beside them.
       version: policy version, recorded with every token.
 
     Raises:
-      ValueError: a path, shape or dtype differs from the model's, or the version is negative.
+      ValueError: a path, shape or dtype differs from the model's, the version is negative, or `in_flight` is unknown.
     """
     if version < 0:
       raise ValueError(f'version = {version} must be >= 0')
-    state = self._checked(state)
-    first = self._params is None
-    self._params = None  # the old copy may go before the next one is made
-    shapes = jax.eval_shape(self._decoder.layout, state)
-    layout = self._program('layout', self._decoder.layout, (), out=self._param_shardings(shapes))
-    self._params = layout(jax.device_put(state, self._spread(state)))
-    if first:
-      c = self.config
-      shape = (self.limits.pages, c.kv_heads, self.limits.page_size, 2 * c.head_dim)
-      self._pool_sharding = self._place(shape, 'ZKCH')
-      self._pools = tuple(
-          jnp.zeros(shape, c.compute_dtype, device=self._pool_sharding) for _ in range(c.layers))
-    self._scheduler.new_version(version)
+    if in_flight not in IN_FLIGHT:
+      raise ValueError(f'in_flight = {in_flight!r} is not one of {IN_FLIGHT}')
+    if in_flight == 'finish' and self._runner.ready:
+      self._events = self.drain()
+    self._runner.load(state)
+    self._scheduler.new_version(version, restart=in_flight == 'restart')
+
+  def warm_up(self) -> None:
+    """Compiles every program that any request may need; afterwards nothing compiles.
+
+    Raises:
+      RuntimeError: no weights are loaded.
+    """
+    self._check_ready()
+    self._runner.warm_up()
 
   # Requests
+
+  @property
+  def idle(self) -> bool:
+    """Nothing is queued or live, and every event has been handed out."""
+    return self._scheduler.idle and not self._events
 
   def submit(self, request: Request) -> int:
     """Queues a request and returns its ticket.
@@ -90,20 +115,43 @@ class Engine:
     Raises:
       ValueError: it could never be served, by name.
     """
-    limits, prompt = self.limits, request.prompt_ids
-    if len(prompt) + 1 > limits.max_context:
-      raise ValueError(f'request {request.id!r}: prompt of {len(prompt)} tokens leaves no room to answer in a context '
-                       f'of {limits.max_context}; fix: a shorter prompt or a larger sampler max_context')
-    if prompt.min() < 0 or prompt.max() >= self.config.vocab_size:
-      raise ValueError(f'request {request.id!r}: token ids must be in [0, {self.config.vocab_size})')
-    if len(request.stop_ids) > limits.stop_ids:
-      raise ValueError(f'request {request.id!r}: {len(request.stop_ids)} stop ids, at most {limits.stop_ids}')
-    limit = min(request.max_tokens, limits.max_context - len(prompt))
+    self._check(request)
+    limit = min(request.max_tokens, self.limits.max_context - len(request.prompt_ids))
+    scores = PromptScores(len(request.prompt_ids), request.top_logp) if request.prompt_logp else None
     for sample in range(request.samples):
-      tokens = np.concatenate([prompt, np.zeros(limit, np.int32)])
-      self._scheduler.add(Sequence(ticket=self._tickets, sample=sample, request=request, limit=limit, tokens=tokens))
+      stops = None
+      if request.stop_strings:
+        stops = StopStrings(request.stop_strings, self._decode_text, min_tokens=request.min_tokens)
+      self._scheduler.add(Sequence(self._tickets, sample, request, limit, scores=scores, stops=stops))
     self._tickets += 1
     return self._tickets - 1
+
+  def _check(self, request: Request) -> None:
+    limits, prompt, V = self.limits, request.prompt_ids, self.config.vocab_size
+    who = f'request {request.id!r}: '
+    if len(prompt) + min(1, request.max_tokens) > limits.max_context:
+      raise ValueError(f'{who}prompt of {len(prompt)} tokens leaves no room to answer in a context of '
+                       f'{limits.max_context}; fix: a shorter prompt or a larger sampler max_context')
+    if prompt.min() < 0 or prompt.max() >= V or not all(0 <= i < V for i in request.stop_ids):
+      raise ValueError(f'{who}token ids must be in [0, {V})')
+    if len(request.stop_ids) > limits.stop_ids:
+      raise ValueError(f'{who}{len(request.stop_ids)} stop ids, at most {limits.stop_ids}')
+    if request.stop_strings and self._decode_text is None:
+      raise ValueError(f'{who}stop strings need an engine that was given decode_text')
+    if request.top_logp > limits.top_logp:
+      raise ValueError(f'{who}top_logp = {request.top_logp}, at most sampler top_logp = {limits.top_logp}')
+    if request.logit_bias is None:
+      allowed = np.ones(V, bool)
+    elif request.logit_bias.shape != (V,) or np.isnan(request.logit_bias).any() or request.logit_bias.max() == np.inf:
+      raise ValueError(f'{who}logit_bias must be {V} numbers, none of them nan or +inf')
+    elif not limits.biases:
+      raise ValueError(f'{who}logit_bias needs sampler biases >= 1')
+    else:
+      allowed = np.isfinite(request.logit_bias)
+    if request.min_tokens:
+      allowed[list(request.stop_ids)] = False
+    if not allowed.any():
+      raise ValueError(f'{who}logit_bias and min_tokens leave no token that may be drawn')
 
   def cancel(self, ticket: int) -> list[tuple[int, types.Rollout]]:
     """Ends a request now; returns (sample, rollout so far) of each sample that had not finished."""
@@ -118,207 +166,245 @@ class Engine:
         ended.append((sequence.sample, _rollout(sequence, 'cancelled')))
     return ended
 
-  def step(self) -> list[tuple[int, int, types.Rollout]]:
-    """Computes waiting prompts while there are slots, then one window; returns (ticket, sample, rollout) finished.
+  def pause(self) -> None:
+    """Makes `step` do nothing until `resume`; requests, pages and cache stay."""
+    self._paused = True
+
+  def resume(self) -> None:
+    self._paused = False
+
+  def drain(self) -> list[Event]:
+    """Runs what has begun to its end and admits nothing; what is queued stays queued. Returns the events.
+
+    Raises:
+      RuntimeError: the engine is paused.
+    """
+    if self._paused:
+      raise RuntimeError('a paused engine does not drain: resume it first')
+    scheduler, events = self._scheduler, []
+    for sequence in scheduler.waiting:
+      sequence.held = not sequence.drawn  # one that was preempted has begun
+    try:
+      while scheduler.live or any(not s.held for s in scheduler.waiting):
+        events += self.step()
+    finally:
+      for sequence in scheduler.waiting:
+        sequence.held = False
+    return events + self._taken()
+
+  def step(self) -> list[Event]:
+    """Computes waiting prompts within the prefill budget, then one window; returns what happened to each sample.
 
     Blocks until the device is done.
+
+    Raises:
+      RuntimeError: no weights are loaded.
     """
-    if self._params is None:
-      raise RuntimeError('no weights: call load_params before sampling')
-    while pieces := self._scheduler.next_chunk():
+    self._check_ready()
+    if self._paused:
+      return []
+    started = time.perf_counter()
+    scheduler, spent = self._scheduler, 0
+    while pieces := scheduler.next_chunk():
       self._prefill(pieces)
-    if self._scheduler.running:
+      spent += sum(piece.stop - piece.start for piece in pieces)
+      if 0 < self.limits.prefill_budget <= spent and scheduler.running:
+        break
+    for sequence in [s for s in scheduler.running if not s.limit]:
+      self._finish(sequence, 'length')
+    if scheduler.running:
       self._decode_window()
-    finished, self._finished = self._finished, []
-    return finished
+    scheduler.counts['seconds'] += time.perf_counter() - started
+    return self._taken()
 
   def generate(self, requests: list[Request], on_finish: OnFinish | None = None) -> list[list[types.Rollout]]:
     """All samples of all requests, in the order asked; `on_finish` sees each rollout as it ends.
 
     Raises:
       ValueError: a request can't be served; nothing has run then.
-      RuntimeError: submitted requests are still in flight.
+      RuntimeError: submitted requests are still in flight, or the engine is paused.
     """
-    if not self._scheduler.idle:
-      raise RuntimeError('generate needs an idle engine: finish or cancel what was submitted first')
+    if not self.idle or self._paused:
+      raise RuntimeError('generate needs an idle engine: finish or cancel what was submitted, resume what is paused')
     tickets: dict[int, int] = {}
     results: list[list] = [[None] * request.samples for request in requests]
     try:
       for index, request in enumerate(requests):
         tickets[self.submit(request)] = index
-      while not self._scheduler.idle:
-        for ticket, sample, rollout in self.step():
-          results[tickets[ticket]][sample] = rollout
-          if on_finish:
-            on_finish(rollout)
+      while not self.idle:
+        for event in self.step():
+          if event.rollout is not None:
+            results[tickets[event.ticket]][event.sample] = event.rollout
+            if on_finish:
+              on_finish(event.rollout)
     finally:
       for ticket in tickets if not self._scheduler.idle else ():
         self.cancel(ticket)
     return results
 
   def stats(self) -> dict[str, float]:
-    """Counts since the engine was made: tokens, occupancy (drawn / rows x steps run), cache, preemptions, compiles."""
-    counts, pool = self._scheduler.counts, self._scheduler.pool
-    names = ('tokens_drawn', 'tokens_prefilled', 'tokens_cached', 'preemptions', 'evictions', 'windows', 'chunks')
+    """Counts and rates since the engine was made or `reset_stats`, and what is in use now.
+
+    occupancy: live rows / rows of the windows that ran; cache_hit_frac: prompt tokens found in the cache / all;
+    chunk_padding_frac: padding in prefill chunks; accept_frac: drafted tokens that were drawn.
+    """
+    counts, scheduler = self._scheduler.counts, self._scheduler
+    names = ('tokens_drawn', 'tokens_prefilled', 'tokens_cached', 'tokens_drafted', 'tokens_accepted', 'preemptions',
+             'evictions', 'windows', 'chunks', 'seconds')
+    ratio = lambda part, whole: float(counts[part] / counts[whole]) if counts[whole] else 0.0
+    asked = counts['tokens_cached'] + counts['tokens_prefilled']
+    used = scheduler.pool.pages - 1 - scheduler.pool.free
     return {name: float(counts[name]) for name in names} | dict(
-        occupancy=counts['tokens_drawn'] / max(1, counts['row_steps']),
-        chunk_padding_frac=1 - counts['tokens_prefilled'] / max(1, counts['chunk_tokens']),
-        pages_free=float(pool.free), pages_cached=float(len(self._scheduler.cache)),
-        compiles=float(len(self._programs)))
+        tokens_per_s=ratio('tokens_drawn', 'seconds'), occupancy=ratio('row_steps', 'slot_steps'),
+        accept_frac=ratio('tokens_accepted', 'tokens_drafted'),
+        cache_hit_frac=counts['tokens_cached'] / asked if asked else 0.0,
+        chunk_padding_frac=1 - ratio('tokens_prefilled', 'chunk_tokens') if counts['chunk_tokens'] else 0.0,
+        pages_used_frac=used / (scheduler.pool.pages - 1), pages_free=float(scheduler.pool.free),
+        pages_cached=float(len(scheduler.cache)), running=float(scheduler.live), waiting=float(len(scheduler.waiting)),
+        compiles=float(self._runner.compiles))
+
+  def reset_stats(self) -> None:
+    self._scheduler.counts.clear()
 
   # Device calls
 
+  def _check_ready(self) -> None:
+    if not self._runner.ready:
+      raise RuntimeError('no weights: call load_params before sampling')
+
+  def _taken(self) -> list[Event]:
+    events, self._events = self._events, []
+    return events
+
   def _prefill(self, pieces: list[Piece]) -> None:
-    chunk = self._pack(pieces)
-    run = self._program(('chunk', len(chunk.token_T)), self._decoder.chunk, (1,), out=self._pool_out())
-    self._pools = run(self._params, self._pools, chunk)
-    self._scheduler.counts['chunks'] += 1
-    self._scheduler.counts['chunk_tokens'] += len(chunk.token_T)
+    counts = self._scheduler.counts
+    if any(len(piece.sequence.scored) < len(piece.sequence.prefix) for piece in pieces):
+      tokens, scores = self._runner.score(pieces)
+      self._keep_scores(pieces, scores)
+    else:
+      tokens = self._runner.fill(pieces)
+    counts['chunks'] += 1
+    counts['chunk_tokens'] += tokens
     self._scheduler.computed(pieces)
 
-  def _pack(self, pieces: list[Piece]) -> decode.Chunk:
-    limits, C = self.limits, self.limits.page_size
-    total = sum(piece.stop - piece.start for piece in pieces)
-    T = next(bucket for bucket in limits.chunk_buckets if bucket >= total)
-    token_T, position_T, offset_T = (np.zeros(T, np.int32) for _ in range(3))
-    row_T, page_T = np.full(T, -1, np.int32), np.full(T, SINK, np.int32)
-    listed: dict[int, int] = {}  # page -> its place in the list
-    J = limits.chunk_pages
-    page_J, live_RJ = np.zeros(J, np.int32), np.zeros((T, J), np.int32)
+  def _keep_scores(self, pieces: list[Piece], scores) -> None:
     at = 0
-    for row, piece in enumerate(pieces):
-      sequence, n = piece.sequence, piece.stop - piece.start
-      position = np.arange(piece.start, piece.stop, dtype=np.int32)
-      span = slice(at, at + n)
-      token_T[span], position_T[span], row_T[span] = sequence.tokens[piece.start:piece.stop], position, row
-      page_T[span], offset_T[span] = np.asarray(sequence.pages, np.int32)[position // C], position % C
-      for j in range(-(-piece.start // C)):
-        place = listed.setdefault(sequence.pages[j], len(listed))
-        live_RJ[row, place] = min(C, piece.start - j * C)
-      at += n
-    page_J[:len(listed)] = list(listed)
-    return decode.Chunk(token_T, position_T, row_T, page_T, offset_T, page_J, np.int32(len(listed)), live_RJ)
+    for piece in pieces:
+      span = slice(at, at + piece.stop - piece.start)
+      at = span.stop
+      sequence = piece.sequence
+      if len(sequence.scored) < len(sequence.prefix):
+        A = sequence.request.top_logp
+        n = len(sequence.request.prompt_ids) - 1 - piece.start  # what was drawn before a preemption is no prompt
+        logp_T, top_id_TA, top_logp_TA = (x[span][:n] for x in scores)
+        sequence.scores.add(piece.start, logp_T, top_id_TA[:, :A], top_logp_TA[:, :A])
 
   def _decode_window(self) -> None:
     scheduler, counts = self._scheduler, self._scheduler.counts
-    self._copy(scheduler.grant(self.limits.window))
+    if copies := scheduler.grant(self.limits.window):
+      self._runner.copy(copies)
+    self._runner.set_biases(scheduler.biases.unwritten)
+    scheduler.biases.unwritten.clear()
     sequences = list(scheduler.running)
-    B = next(bucket for bucket in self.limits.slot_buckets if bucket >= len(sequences))
-    window = functools.partial(self._decoder.window, width=self.limits.window)
-    everywhere = self._place((), '')
-    run = self._program(('window', B), window, (1,), out=(self._pool_out(), everywhere, everywhere, everywhere))
-    least_live = self._least_live(len(sequences))
-    self._pools, token_WB, logp_WB, drawn_B = run(
-        self._params, self._pools, self._rows(sequences, B), np.int32(self.limits.window), np.int32(least_live))
-    token_WB, logp_WB, drawn_B = jax.device_get((token_WB, logp_WB, drawn_B))
-    counts['windows'] += 1
-    counts['row_steps'] += int(drawn_B.max()) * B
+    drafts = self._drafting.choose()
+    started = time.perf_counter()
+    compiles = self._runner.compiles
+    window = self._runner.window(sequences, self._least_live(len(sequences), drafts), drafts)
+    drawn, bucket = int(window.drawn_B.sum()), len(window.drawn_B)
+    if compiles == self._runner.compiles:
+      self._drafting.learn(bucket, drafts, drawn, time.perf_counter() - started)
+    for name, value in dict(windows=1, row_steps=window.row_steps, slot_steps=int(window.steps) * bucket,
+                            tokens_drafted=window.drafted, tokens_accepted=window.accepted, tokens_drawn=drawn).items():
+      counts[name] += int(value)
     for b, sequence in enumerate(sequences):
-      self._record(sequence, token_WB[:drawn_B[b], b], logp_WB[:drawn_B[b], b])
+      self._record(sequence, window, b)
 
-  def _least_live(self, rows: int) -> int:
+  def _least_live(self, rows: int, drafts: int) -> int:
     """A window ends when fewer rows live: enough to refill if others wait, or few enough for a smaller bucket."""
-    if self._scheduler.waiting:
+    if any(not sequence.held for sequence in self._scheduler.waiting):
       return rows - max(1, rows // 8) + 1
-    return 1 + max((bucket for bucket in self.limits.slot_buckets if bucket < rows), default=0)
+    smaller = max((bucket for bucket in self.limits.slot_buckets if bucket < rows), default=0)
+    return 1 + max(smaller, rows // 2 if drafts else 0)  # rows whose guesses are right wait for the others
 
-  def _copy(self, copies: list[tuple[int, int]]) -> None:
-    if not copies:
-      return
-    X = self.limits.slots
-    source_X, target_X = np.full((2, X), SINK, np.int32)
-    source_X[:len(copies)], target_X[:len(copies)] = np.asarray(copies, np.int32).T
-    run = self._program('copy', self._decoder.copy, (0,), out=self._pool_out())
-    self._pools = run(self._pools, source_X, target_X)
-
-  def _rows(self, sequences: list[Sequence], B: int) -> decode.Rows:
-    limits = self.limits
-    table_BJ = np.full((B, limits.pages_per_sequence), SINK, np.int32)
-    stop_BX = np.full((B, limits.stop_ids), -1, np.int32)
-    for b, sequence in enumerate(sequences):
-      table_BJ[b, :len(sequence.pages)] = sequence.pages
-      stop_BX[b, :len(sequence.request.stop_ids)] = sequence.request.stop_ids
-
-    def column(value, dtype, fill=0):
-      return np.asarray([value(s) for s in sequences] + [fill] * (B - len(sequences)), dtype)
-
-    law = sampling.Law(
-        temperature_B=column(lambda s: s.request.temperature, np.float32),
-        top_k_B=column(lambda s: min(s.request.top_k, self.config.vocab_size), np.int32),
-        top_p_B=column(lambda s: s.request.top_p, np.float32, 1.0),
-        min_p_B=column(lambda s: s.request.min_p, np.float32),
-        seed_B2=column(lambda s: divmod(s.request.seed, 2 ** 32), np.uint32, (0, 0)),
-        sample_B=column(lambda s: s.sample, np.int32))
-    return decode.Rows(
-        token_B=column(lambda s: s.tokens[s.length - 1], np.int32), position_B=column(lambda s: s.length - 1, np.int32),
-        remaining_B=column(lambda s: s.limit - s.drawn, np.int32), law=law, stop_BX=stop_BX, table_BJ=table_BJ)
-
-  def _record(self, sequence: Sequence, token_W: np.ndarray, logp_W: np.ndarray) -> None:
+  def _record(self, sequence: Sequence, window, b: int) -> None:
     """Appends what a window drew; a sequence that ended leaves with its rollout."""
-    sequence.tokens[sequence.length:sequence.length + len(token_W)] = token_W
-    sequence.drawn += len(token_W)
+    n, at, A = int(window.drawn_B[b]), sequence.drawn, sequence.request.top_logp
+    ids_n = window.token_BX[b, :n]
+    stop = sequence.stops.see(ids_n) if sequence.stops else None
+    if stop is not None:
+      n = stop.tokens - at
+      ids_n = ids_n[:n]
+    new = slice(at, at + n)
+    sequence.tokens[sequence.length:sequence.length + n] = ids_n
+    sequence.behavior_logp[new] = window.behavior_logp_BX[b, :n]
+    sequence.model_logp[new] = window.model_logp_BX[b, :n]
+    sequence.top_ids[new], sequence.top_logp[new] = window.top_id_BXA[b, :n, :A], window.top_logp_BXA[b, :n, :A]
+    sequence.version[new] = self._scheduler.version
+    sequence.drawn += n
     sequence.computed = sequence.length - 1
-    sequence.logp += logp_W.tolist()
-    sequence.version += [self._scheduler.version] * len(token_W)
-    self._scheduler.counts['tokens_drawn'] += len(token_W)
-    stopped = int(sequence.tokens[sequence.length - 1]) in sequence.request.stop_ids
+    stopped = stop is not None or (n > 0 and int(ids_n[-1]) in sequence.request.stop_ids)
     if stopped or sequence.drawn == sequence.limit:
-      self._scheduler.release(sequence)
-      rollout = _rollout(sequence, 'stop' if stopped else 'length')
-      self._finished.append((sequence.ticket, sequence.sample, rollout))
+      self._finish(sequence, 'stop' if stopped else 'length', stop)
+    elif n:
+      self._tell(sequence, None)
 
-  # Programs and placement
+  def _finish(self, sequence: Sequence, reason: str, stop=None) -> None:
+    self._scheduler.release(sequence)
+    self._tell(sequence, _rollout(sequence, reason, stop))
 
-  def _program(self, key, function, donate: tuple[int, ...], *, out):
-    """The compiled program of a bucket; its shapes are fixed by the first call, any other shape is an error."""
-    if key not in self._programs:
-      self._programs[key] = _Compiled(key, jax.jit(function, donate_argnums=donate, out_shardings=out))
-    return self._programs[key]
-
-  def _pool_out(self):
-    return (self._pool_sharding,) * self.config.layers
-
-  def _spread(self, state: nnx.State):
-    """The state with each array's sharding in its place."""
-    return nnx.from_flat_state([
-        (path, x.replace(self._place(x.shape, x.get_metadata()['axes']))) for path, x in nnx.to_flat_state(state)])
-
-  def _param_shardings(self, shapes: decode.Params) -> decode.Params:
-    head = None if shapes.head_VD is None else self._place(shapes.head_VD.shape, 'VD')
-    return decode.Params(self._place(shapes.embed_VD.shape, 'VD'), tuple(map(self._spread, shapes.layers)),
-                         self._spread(shapes.final_norm), head)
-
-  def _checked(self, state: nnx.State) -> nnx.State:
-    """The state's arrays under the model's own metadata, once their paths, shapes and dtypes are known to fit."""
-    shapes, given = dict(nnx.to_flat_state(self._decoder.state_shapes)), dict(nnx.to_flat_state(state))
-
-    def kind(variables, path):
-      return (tuple(variables[path].shape), variables[path].dtype.name) if path in variables else 'nothing'
-
-    problems = [f'{"/".join(map(str, path))}: wanted {kind(shapes, path)}, got {kind(given, path)}'
-                for path in sorted(shapes | given, key=str) if kind(shapes, path) != kind(given, path)]
-    if problems:
-      raise ValueError('parameters do not fit the sampler\'s model (merge adapters first):\n  ' + '\n  '.join(problems))
-    return nnx.from_flat_state([(path, v.replace(given[path][...])) for path, v in shapes.items()])
+  def _tell(self, sequence: Sequence, rollout: types.Rollout | None) -> None:
+    new = slice(sequence.reported, sequence.drawn)
+    sequence.reported = sequence.drawn
+    prompt = len(sequence.request.prompt_ids)
+    self._events.append(Event(
+        sequence.ticket, sequence.sample, new.start, sequence.tokens[prompt:][new].copy(),
+        sequence.behavior_logp[new].copy(), sequence.model_logp[new].copy(), sequence.top_ids[new].copy(),
+        sequence.top_logp[new].copy(), rollout))
 
 
-class _Compiled:
-  """One program, compiled ahead at its first call."""
+class _Drafting:
+  """Whether the next window guesses: whichever way has drawn more tokens per second, tried again now and then.
 
-  def __init__(self, key, jitted):
-    self._key, self._jitted, self._run = key, jitted, None
+  Either way draws the same tokens, so the clock decides about time alone.
+  """
 
-  def __call__(self, *args):
-    if self._run is None:
-      logging.info('sampler: compiling %s', self._key)
-      self._run = self._jitted.lower(*args).compile()
-    return self._run(*args)
+  _RETRY = 32  # windows
+
+  def __init__(self, drafts: int):
+    self._drafts, self._windows = drafts, 0
+    self._rate: dict[tuple[int, int], float] = {}  # (bucket, drafts) -> tokens per second, a moving mean
+    self._bucket = 0
+
+  def choose(self) -> int:
+    if not self._drafts:
+      return 0
+    self._windows += 1
+    plain, drafted = (self._rate.get((self._bucket, n)) for n in (0, self._drafts))
+    if drafted is None or plain is None:
+      return self._drafts if drafted is None else 0
+    best, other = (self._drafts, 0) if drafted >= plain else (0, self._drafts)
+    return other if self._windows % self._RETRY == 0 else best
+
+  def learn(self, bucket: int, drafts: int, tokens: int, seconds: float) -> None:
+    if bucket != self._bucket:
+      self._bucket = bucket
+    rate = tokens / max(seconds, 1e-9)
+    known = self._rate.get((bucket, drafts), rate)
+    self._rate[bucket, drafts] = 0.7 * known + 0.3 * rate
 
 
-def _rollout(sequence: Sequence, finish_reason: str) -> types.Rollout:
-  prompt = len(sequence.request.prompt_ids)
+def _rollout(sequence: Sequence, finish_reason: str, stop=None) -> types.Rollout:
+  request, n = sequence.request, sequence.drawn
+  prompt, scores = len(request.prompt_ids), sequence.scores
+  alternatives = {}
+  if request.top_logp:
+    alternatives = dict(top_ids=sequence.top_ids[:n].copy(), top_logp=sequence.top_logp[:n].copy())
+    if scores:
+      alternatives |= dict(prompt_top_ids=scores.top_id_PA, prompt_top_logp=scores.top_logp_PA)
   return types.Rollout(
-      task_id=sequence.request.id, group_id=sequence.request.group_id, prompt_ids=sequence.request.prompt_ids,
-      token_ids=sequence.tokens[prompt:sequence.length].copy(), mask=np.ones(sequence.drawn, bool),
-      behavior_logp=np.asarray(sequence.logp, np.float32), version=np.asarray(sequence.version, np.int32),
-      finish_reason=finish_reason, temperature=sequence.request.temperature)
+      task_id=request.id, group_id=request.group_id, prompt_ids=request.prompt_ids,
+      token_ids=sequence.tokens[prompt:sequence.length].copy(), mask=np.ones(n, bool),
+      behavior_logp=sequence.behavior_logp[:n].copy(), model_logp=sequence.model_logp[:n].copy(),
+      version=sequence.version[:n].copy(), finish_reason=finish_reason, temperature=request.temperature,
+      prompt_logp=scores.logp_P if scores else None, stop_string=stop.string if stop else '',
+      stop_start=stop.start if stop else -1, **alternatives)

@@ -24,36 +24,40 @@ def write(pool_ZKCH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, page_T: jax.
   return pool_ZKCH.at[page_T, :, offset_T].set(kv_TKH, mode='promise_in_bounds')
 
 
-def decode(q_BNH: jax.Array, pool_ZKCH: jax.Array, table_BJ: jax.Array, length_B: jax.Array) -> jax.Array:
-  """One query per row over the first `length` tokens of the row's pages: out_BNH.
+def decode(q_BQNH: jax.Array, pool_ZKCH: jax.Array, table_BJ: jax.Array, length_BQ: jax.Array) -> jax.Array:
+  """Q queries per row over the row's pages: out_BQNH.
 
   Args:
-    q_BNH: queries.
+    q_BQNH: queries.
     pool_ZKCH: keys and values.
     table_BJ: the j-th page of each row; entries past the length may be anything in range.
-    length_B: tokens to look at, at least 1.
+    length_BQ: tokens that each query looks at, from the row's first: at least 1.
   """
-  B, N, H = q_BNH.shape
+  B, Q, N, H = q_BQNH.shape
   K, C = pool_ZKCH.shape[1:3]
   J = table_BJ.shape[1]
   pages = _block_pages(C, rows=B, width=J)
   table_BJ = jnp.pad(table_BJ, ((0, 0), (0, -J % pages)))
-  q_BKGH = q_BNH.reshape(B, K, N // K, H)
+  q_BKGQH = q_BQNH.reshape(B, Q, K, N // K, H).transpose(0, 2, 3, 1, 4)
   span_JC = jnp.arange(pages * C).reshape(pages, C)
+  longest_B = jnp.max(length_BQ, axis=1)
 
   def fold(block, state):
     page_BJ = jax.lax.dynamic_slice_in_dim(table_BJ, block * pages, pages, axis=1)
     kv_BJKCH = pool_ZKCH.at[page_BJ].get(mode='promise_in_bounds')
     k_BJKCH, v_BJKCH = jnp.split(kv_BJKCH, 2, axis=-1)
-    live_BJC = (block * pages * C + span_JC)[None] < length_B[:, None, None]
-    score_BKGJC = jnp.einsum('BKGH,BJKCH->BKGJC', q_BKGH, k_BJKCH, preferred_element_type=jnp.float32)
-    return _fold(state, score_BKGJC, live_BJC[:, None, None], v_BJKCH, live_BJC[:, :, None, :, None],
-                 'BKGJC,BJKCH->BKGH', H)
+    place_JC = block * pages * C + span_JC
+    live_BQJC = place_JC[None, None] < length_BQ[:, :, None, None]
+    seen_BJC = place_JC[None] < longest_B[:, None, None]
+    score_BKGQJC = jnp.einsum('BKGQH,BJKCH->BKGQJC', q_BKGQH, k_BJKCH, preferred_element_type=jnp.float32)
+    return _fold(state, score_BKGQJC, live_BQJC[:, None, None], v_BJKCH, seen_BJC[:, :, None, :, None],
+                 'BKGQJC,BJKCH->BKGQH', H)
 
-  blocks = (jnp.max(length_B) + pages * C - 1) // (pages * C)
-  state = _empty((B, K, N // K), H)
-  _, total_BKG, out_BKGH = jax.lax.fori_loop(0, blocks, fold, state)
-  return (out_BKGH / total_BKG[..., None]).reshape(B, N, H).astype(q_BNH.dtype)
+  blocks = (jnp.max(longest_B) + pages * C - 1) // (pages * C)
+  state = _empty((B, K, N // K, Q), H)
+  _, total_BKGQ, out_BKGQH = jax.lax.fori_loop(0, blocks, fold, state)
+  out_BKGQH /= total_BKGQ[..., None]
+  return out_BKGQH.transpose(0, 3, 1, 2, 4).reshape(B, Q, N, H).astype(q_BQNH.dtype)
 
 
 def chunk(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, mask_TS: jax.Array, pool_ZKCH: jax.Array,

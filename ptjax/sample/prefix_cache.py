@@ -90,18 +90,20 @@ class PrefixCache:
 
   def evict(self, count: int) -> int:
     """Frees up to `count` pages, least recently used leaves first; returns how many."""
-    freed = 0
+    chosen, gone = [], collections.Counter()  # parent's key -> children chosen
     progress = True
-    while freed < count and progress:
-      progress = False
-      for key in list(self._nodes):
-        node = self._nodes[key]
-        if freed == count:
+    while len(chosen) < count and progress:
+      progress, known = False, set(chosen)
+      for key, node in self._nodes.items():
+        if len(chosen) == count:
           break
-        if not node.children and self._pool.refs_Z[node.page] == 1:
-          self._drop(key)
-          freed, progress = freed + 1, True
-    return freed
+        if key not in known and node.children == gone[key] and self._pool.refs_Z[node.page] == 1:
+          chosen.append(key)
+          gone[node.parent] += 1
+          progress = True
+    for key in chosen:  # a child before its parent
+      self._drop(key)
+    return len(chosen)
 
   def _drop(self, key: Key) -> None:
     node = self._nodes.pop(key)

@@ -1,4 +1,4 @@
-"""One token per row from its logits: temperature, top-k, top-p, min-p, and the log-prob under that law.
+"""One token per row from its logits: bias, temperature, top-k, top-p, min-p, and the log-prob under that law.
 
 A draw inverts the cumulative sum in two levels (which block of the vocabulary, then which token of the block), so it
 needs two uniform numbers per row and neither a sort nor a random number per token. Truncations find their threshold by
@@ -22,27 +22,91 @@ class Law(NamedTuple):
   min_p_B: jax.Array  # f32, 0 keeps all
   seed_B2: jax.Array  # uint32, high and low word of the request's seed
   sample_B: jax.Array  # int32, which sample of the request
+  bias_B: jax.Array  # int32, row of the bias table; row 0 is all zeros
+  stop_BX: jax.Array  # int32, X token ids that end the row, -1 for none
+  stop_from_B: jax.Array  # int32, first position at which a stop id may lie
+  top_B: jax.Array  # bool, alternatives are wanted
 
 
-def draw(logits_BV: jax.Array, law: Law, position_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """token_B (int32) and logp_B (f32, nats) drawn from softmax(logits / temperature), truncated and renormalised.
+class Drawn(NamedTuple):
+  """One token per row. Log-probs are f32, in nats."""
+
+  token_B: jax.Array  # int32
+  behavior_logp_B: jax.Array  # under the law it was drawn from
+  model_logp_B: jax.Array  # under softmax(logits): temperature 1, no bias, nothing truncated
+  top_id_BA: jax.Array  # the A most likely tokens of softmax(logits), zeros in rows that do not want them
+  top_logp_BA: jax.Array
+
+
+def draw(logits_BV: jax.Array, law: Law, position_B: jax.Array, bias_YV: jax.Array, *, alternatives: int) -> Drawn:
+  """A token per row from softmax((logits + bias) / temperature), truncated and renormalised.
 
   Order of truncation: top-k, then the smallest set with mass >= top-p of what is left, then p >= min_p * max(p). Beside
   the logits, a draw depends on the row's seed, sample and position alone.
+
+  Args:
+    logits_BV: f32.
+    position_B: of the token before the drawn one.
+    bias_YV: f32 rows that `law.bias_B` chooses from; -inf forbids a token.
+    alternatives: A.
   """
   sampled_B = law.temperature_B > 0
-  scaled_BV = logits_BV / jnp.where(sampled_B, law.temperature_B, 1.0)[:, None]
+  banned_B = position_B + 1 < law.stop_from_B
+  altered_B = banned_B | (law.bias_B > 0)
+  given_BV = jax.lax.cond(jnp.any(altered_B), lambda x_BV: _altered(x_BV, law, banned_B, bias_YV), lambda x_BV: x_BV,
+                          logits_BV)
+  scaled_BV = given_BV / jnp.where(sampled_B, law.temperature_B, 1.0)[:, None]
   scaled_BV -= jnp.max(scaled_BV, axis=-1, keepdims=True)
   weight_BV = jnp.exp(scaled_BV)
   truncated_B = sampled_B & ((law.top_k_B > 0) | (law.top_p_B < 1) | (law.min_p_B > 0))
-  weight_BV = jax.lax.cond(
+  kept_BV = jax.lax.cond(
       jnp.any(truncated_B), lambda w_BV: jnp.where(truncated_B[:, None], _truncate(w_BV, law), w_BV),
       lambda w_BV: w_BV, weight_BV)
   uniform_B2 = jax.vmap(_uniform_pair)(law.seed_B2, law.sample_B, position_B)
-  chosen_B, total_B = _invert(weight_BV, uniform_B2)
-  token_B = jnp.where(sampled_B, chosen_B, jnp.argmax(logits_BV, axis=-1)).astype(jnp.int32)
-  logp_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0] - jnp.log(total_B)
-  return token_B, logp_B
+  chosen_B, total_B = _invert(kept_BV, uniform_B2)
+  token_B = jnp.where(sampled_B, chosen_B, jnp.argmax(given_BV, axis=-1)).astype(jnp.int32)
+  behavior_logp_B = at(scaled_BV, token_B) - jnp.log(total_B)
+  as_model_B = ~truncated_B & ~altered_B & ((law.temperature_B == 1) | ~sampled_B)
+  model_logp_B = jax.lax.cond(jnp.all(as_model_B), lambda _: behavior_logp_B,
+                              lambda x_BV: jnp.where(as_model_B, behavior_logp_B, log_prob(x_BV, token_B)), logits_BV)
+  top_id_BA, top_logp_BA = top(logits_BV, law.top_B, alternatives)
+  return Drawn(token_B, behavior_logp_B, model_logp_B, top_id_BA, top_logp_BA)
+
+
+def each_of(law: Law, count: int) -> Law:
+  """The law of `count` positions per row, row by row."""
+  return Law(*(jnp.repeat(x, count, axis=0) for x in law))
+
+
+def at(x_BV: jax.Array, token_B: jax.Array) -> jax.Array:
+  return jnp.take_along_axis(x_BV, token_B[:, None], axis=-1)[:, 0]
+
+
+def log_prob(logits_BV: jax.Array, token_B: jax.Array) -> jax.Array:
+  """log softmax(logits)[token], f32."""
+  return at(logits_BV, token_B) - jax.nn.logsumexp(logits_BV, axis=-1)
+
+
+def top(logits_BV: jax.Array, wanted_B: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+  """The `count` most likely tokens of each row and their log-probs; computed only if some row wants them."""
+  shape = (logits_BV.shape[0], count)
+  nothing = (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
+  if not count:
+    return nothing
+
+  def find(x_BV):
+    value_BA, id_BA = jax.lax.top_k(x_BV, count)
+    return id_BA, value_BA - jax.nn.logsumexp(x_BV, axis=-1)[:, None]
+
+  return jax.lax.cond(jnp.any(wanted_B), find, lambda _: nothing, logits_BV)
+
+
+def _altered(logits_BV: jax.Array, law: Law, banned_B: jax.Array, bias_YV: jax.Array) -> jax.Array:
+  """Logits with each row's bias, and no stop id where none may be drawn yet."""
+  B, V = logits_BV.shape
+  stop_BX = jnp.where(banned_B[:, None] & (law.stop_BX >= 0), law.stop_BX, V)  # V is out of range: dropped
+  logits_BV += bias_YV[law.bias_B]
+  return logits_BV.at[jnp.arange(B)[:, None], stop_BX].set(-jnp.inf, mode='drop')
 
 
 def _uniform_pair(seed_2: jax.Array, sample: jax.Array, position: jax.Array) -> jax.Array:

@@ -10,84 +10,30 @@ import dataclasses
 
 import numpy as np
 
+from ptjax.sample.bias_table import BiasTable
 from ptjax.sample.page_pool import PagePool
 from ptjax.sample.prefix_cache import PrefixCache
+from ptjax.sample.requests import Request, SamplerLimits
+from ptjax.sample.stop_strings import StopStrings
+
+_LOOK_AHEAD = 8  # queued sequences without room that are passed over in one chunk
+_OVERTAKES = 64  # times that one sequence is passed over before the queue waits for it
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-  """A prompt to be completed `samples` times."""
+class PromptScores:
+  """Log-probs of a prompt's tokens, under temperature 1, shared by the samples of one request."""
 
-  id: str
-  prompt_ids: np.ndarray  # [P] int32
-  max_tokens: int  # a completion also ends where the context does
-  temperature: float = 1.0  # 0 takes the most likely token
-  top_k: int = 0  # 0 keeps all
-  top_p: float = 1.0
-  min_p: float = 0.0
-  seed: int = 0  # with the sample's number and the position, all that a draw depends on
-  samples: int = 1
-  stop_ids: tuple[int, ...] = ()  # kept in the completion when drawn
-  group_id: str = ''
+  def __init__(self, prompt: int, alternatives: int):
+    self.logp_P = np.full(prompt, np.nan, np.float32)  # nothing predicts the first token
+    self.top_id_PA = np.zeros((prompt, alternatives), np.int32)
+    self.top_logp_PA = np.full((prompt, alternatives), np.nan, np.float32)
+    self.known = 0  # tokens whose successor is scored
 
-  def __post_init__(self):
-    object.__setattr__(self, 'prompt_ids', np.asarray(self.prompt_ids, np.int32))
-    rules = (
-        (self.prompt_ids.ndim == 1 and len(self.prompt_ids) > 0, 'prompt_ids must be a list of at least one token'),
-        (self.max_tokens >= 1, f'max_tokens = {self.max_tokens} must be at least 1'),
-        (self.samples >= 1, f'samples = {self.samples} must be at least 1'),
-        (np.isfinite(self.temperature) and self.temperature >= 0, f'temperature = {self.temperature} must be >= 0'),
-        (self.top_k >= 0, f'top_k = {self.top_k} must be >= 0 (0 keeps all)'),
-        (0 < self.top_p <= 1, f'top_p = {self.top_p} must be in (0, 1]'),
-        (0 <= self.min_p < 1, f'min_p = {self.min_p} must be in [0, 1)'),
-        (0 <= self.seed < 2 ** 64, f'seed = {self.seed} must be in [0, 2**64)'),
-    )
-    problems = [problem for fine, problem in rules if not fine]
-    if problems:
-      raise ValueError(f'request {self.id!r}: ' + '; '.join(problems))
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplerLimits:
-  """Sizes that fix what is compiled and how much memory is held."""
-
-  slots: int = 32  # sequences decoded at once
-  page_size: int = 16  # tokens
-  pages: int = 0  # in the pool; 0 is enough for every slot at full context
-  max_context: int = 1024  # tokens of prompt and completion
-  window: int = 32  # decode steps per device call, at most
-  prefill_chunk: int = 128  # prompt tokens per device call, at most
-  stop_ids: int = 8  # per request, at most
-
-  def __post_init__(self):
-    for field in dataclasses.fields(self):
-      value, least = getattr(self, field.name), 0 if field.name == 'pages' else 1
-      if not isinstance(value, int) or value < least:
-        raise ValueError(f'sampler {field.name} = {value!r} must be a whole number >= {least}')
-    if self.pages == 0:
-      object.__setattr__(self, 'pages', self.slots * self.pages_per_sequence + 1)
-    if self.pages < 2:
-      raise ValueError(f'sampler pages = {self.pages}: needs at least 2, one of which is the sink')
-
-  @property
-  def pages_per_sequence(self) -> int:
-    return -(-self.max_context // self.page_size)
-
-  @property
-  def slot_buckets(self) -> tuple[int, ...]:
-    """Row counts a window is compiled for: 8, 32, 128, ... and `slots`; few, as each is a compilation."""
-    powers = [8 << 2 * n for n in range(self.slots.bit_length()) if 8 << 2 * n < self.slots]
-    return (*powers, self.slots)
-
-  @property
-  def chunk_buckets(self) -> tuple[int, ...]:
-    """Token counts a chunk is compiled for."""
-    return tuple(sorted({max(1, self.prefill_chunk // 4), self.prefill_chunk}))
-
-  @property
-  def chunk_pages(self) -> int:
-    """Earlier pages that the rows of one chunk may look at, all rows together."""
-    return min(self.pages, 4 * self.pages_per_sequence)
+  def add(self, start: int, logp_T: np.ndarray, top_id_TA: np.ndarray, top_logp_TA: np.ndarray) -> None:
+    """Takes what the tokens from `start` on predict of the tokens after them."""
+    after = slice(start + 1, start + 1 + len(logp_T))
+    self.logp_P[after], self.top_id_PA[after], self.top_logp_PA[after] = logp_T, top_id_TA, top_logp_TA
+    self.known = start + len(logp_T)
 
 
 @dataclasses.dataclass(eq=False)
@@ -97,13 +43,29 @@ class Sequence:
   ticket: int
   sample: int
   request: Request
-  limit: int  # tokens it may draw
-  tokens: np.ndarray  # [P + limit] int32: prompt, then what was drawn
+  limit: int  # n, tokens it may draw
+  scores: PromptScores | None = None  # when the prompt is to be scored
+  stops: StopStrings | None = None
   drawn: int = 0
-  logp: list[float] = dataclasses.field(default_factory=list)
-  version: list[int] = dataclasses.field(default_factory=list)
+  reported: int = 0  # drawn tokens that an event has told of
   pages: list[int] = dataclasses.field(default_factory=list)
   computed: int = 0  # tokens whose keys and values are in the pages
+  bias_row: int = 0
+  held: bool = False  # in the queue until the engine has drained
+  overtaken: int = 0  # by younger ones, while it waited for pages
+
+  def __post_init__(self):
+    n, A = self.limit, self.request.top_logp
+    self.tokens = np.concatenate([self.request.prompt_ids, np.zeros(n, np.int32)])
+    self.behavior_logp, self.model_logp = np.zeros(n, np.float32), np.zeros(n, np.float32)
+    self.top_ids, self.top_logp = np.zeros((n, A), np.int32), np.zeros((n, A), np.float32)
+    self.version = np.zeros(n, np.int32)
+
+  def restart(self) -> None:
+    """Forgets what was drawn."""
+    self.drawn = self.reported = 0
+    if self.stops is not None:
+      self.stops = self.stops.again()
 
   @property
   def order(self) -> tuple[int, int]:
@@ -117,6 +79,16 @@ class Sequence:
   def prefix(self) -> np.ndarray:
     """Tokens to compute before decoding: all but the last, which is the first decode step's input."""
     return self.tokens[:self.length - 1]
+
+  @property
+  def scored(self) -> np.ndarray:
+    """The part of the prefix that need not be computed for its scores."""
+    unscored = self.scores is not None and self.scores.known < len(self.request.prompt_ids) - 1
+    return self.prefix[:self.scores.known] if unscored else self.prefix
+
+  @property
+  def unfilled(self) -> int:
+    return self.length - 1 - self.computed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,11 +109,11 @@ class _Chunk:
     self.in_work = set()  # cache keys of the first page each piece computes
     self._earlier: set[int] = set()  # pages
 
-  def add(self, sequence: Sequence, key: tuple | None) -> None:
-    """Takes as much of the sequence's prefix as fits: perhaps nothing, but something if the chunk is empty."""
+  def add(self, sequence: Sequence, key: tuple | None, *, keep: int = 0) -> None:
+    """Takes as much of the sequence's prefix as fits with `keep` tokens left over: perhaps nothing."""
     earlier = self._earlier.union(sequence.pages[:-(-sequence.computed // self._limits.page_size)])
-    stop = min(len(sequence.prefix), sequence.computed + self.budget)
-    if stop == sequence.computed or len(earlier) > self._limits.chunk_pages:
+    stop = min(len(sequence.prefix), sequence.computed + self.budget - keep)
+    if stop <= sequence.computed or len(earlier) > self._limits.chunk_pages:
       return
     self.pieces.append(Piece(sequence, sequence.computed, stop))
     self.budget -= stop - sequence.computed
@@ -157,6 +129,7 @@ class Scheduler:
     self.limits = limits
     self.pool = PagePool(limits.pages)
     self.cache = PrefixCache(self.pool, limits.page_size)
+    self.biases = BiasTable(limits.biases)
     self.waiting: collections.deque[Sequence] = collections.deque()
     self.filling: list[Sequence] = []  # admitted, prefix not all computed
     self.running: list[Sequence] = []  # ready to decode
@@ -187,38 +160,63 @@ class Scheduler:
   def next_chunk(self) -> list[Piece]:
     """Pieces of at most prefill_chunk tokens in all, from sequences being filled and then from the queue.
 
-    A sequence whose next page is being computed by another one in this chunk stays in the queue: it will find the page
-    in the cache. Sequences that need no computing become running at once.
+    The oldest sequence being filled gets at least half of the chunk, the others come shortest first, so neither a long
+    prompt nor many short ones hold the rest up. A sequence whose next page is being computed by another one in this
+    chunk stays in the queue: it will find the page in the cache. Sequences that need no computing become running.
     """
     chunk = _Chunk(self.limits)
-    for sequence in self.filling:
-      chunk.add(sequence, self.cache.next_key(self.version, sequence.prefix))
-    later = []
-    while self.waiting and chunk.budget and self.live < self.limits.slots:
-      sequence = self.waiting.popleft()
-      key = self.cache.next_key(self.version, sequence.prefix)
-      if key in chunk.in_work:
-        later.append(sequence)
-      elif not self._admit(sequence):
-        later.append(sequence)
-        break
-      elif sequence in self.filling:
-        chunk.add(sequence, key)
-    self.waiting.extendleft(reversed(later))
+    oldest = min(self.filling, key=lambda s: s.order, default=None)
+    keep = min(oldest.unfilled, self.limits.prefill_chunk // 2) if oldest else 0
+    for sequence in sorted(self.filling, key=lambda s: s.unfilled):
+      if sequence is not oldest:
+        chunk.add(sequence, self._next_key(sequence), keep=keep)
+    self._take_from_queue(chunk, keep)
+    if oldest:
+      chunk.add(oldest, self._next_key(oldest))
     return chunk.pieces
 
+  def _take_from_queue(self, chunk: _Chunk, keep: int) -> None:
+    """Admits what there is room for; those that do not fit are overtaken by few, and only so often."""
+    later, passed = [], []
+    in_work = {self._next_key(s) for s in self.filling} - {None}
+    while self.waiting and chunk.budget > keep and self.live < self.limits.slots and len(passed) < _LOOK_AHEAD:
+      sequence = self.waiting.popleft()
+      if sequence.held or self._next_key(sequence) in in_work | chunk.in_work or self._scored_by_another(sequence):
+        later.append(sequence)
+      elif self._admit(sequence):
+        for other in passed:
+          other.overtaken += 1
+        if sequence in self.filling:
+          chunk.add(sequence, self._next_key(sequence), keep=keep)
+      else:
+        later.append(sequence)
+        passed.append(sequence)
+        if sequence.overtaken >= _OVERTAKES:
+          break
+    self.waiting.extendleft(reversed(later))
+
+  def _next_key(self, sequence: Sequence) -> tuple | None:
+    return self.cache.next_key(self.version, sequence.scored)
+
+  def _scored_by_another(self, sequence: Sequence) -> bool:
+    return len(sequence.scored) < len(sequence.prefix) and any(s.ticket == sequence.ticket for s in self.filling)
+
   def _admit(self, sequence: Sequence) -> bool:
-    """Gives a queued sequence the pages of its prefix, from the cache where they are known."""
+    """Gives a queued sequence a bias row and the pages of its prefix, from the cache where they are known."""
+    row = self.biases.take(sequence.request.logit_bias)
+    if row is None:
+      return False
     prefix = sequence.prefix
-    pages, cached = self.cache.match(self.version, prefix)
+    pages, cached = self.cache.match(self.version, sequence.scored)
     need = self._pages_for(len(prefix)) - len(pages)
     headroom = sum(self._growth(s) for s in self.running + self.filling)
     if not self._room(need + headroom + self._growth(sequence) if self.live else need):
       for page in pages:
         self.pool.release(page)
+      self.biases.release(row)
       return False
     sequence.pages = pages + self.pool.take(need)
-    sequence.computed = cached
+    sequence.computed, sequence.bias_row = cached, row
     self.counts['tokens_cached'] += cached
     (self.filling if cached < len(prefix) else self.running).append(sequence)
     return True
@@ -289,9 +287,13 @@ class Scheduler:
     return self.pool.free >= count
 
   def preempt(self, sequence: Sequence) -> None:
-    """Takes the pages of a live sequence and puts it back in the queue, in order of age."""
-    self.release(sequence)
+    """Takes the pages of a live sequence and puts it back in the queue."""
     self.counts['preemptions'] += 1
+    self._requeue(sequence)
+
+  def _requeue(self, sequence: Sequence) -> None:
+    """Back to the queue, in order of age."""
+    self.release(sequence)
     younger = sum(s.order < sequence.order for s in self.waiting)
     self.waiting.insert(younger, sequence)
 
@@ -300,15 +302,22 @@ class Scheduler:
     self._enter(sequence)
     for page in sequence.pages:
       self.pool.release(page)
-    sequence.pages, sequence.computed = [], 0
+    self.biases.release(sequence.bias_row)
+    sequence.pages, sequence.computed, sequence.bias_row = [], 0, 0
     for group in (self.filling, self.running):
       if sequence in group:
         group.remove(sequence)
 
-  def new_version(self, version: int) -> None:
-    """Weights changed: live sequences keep their tokens and lose their keys and values; the cache forgets all."""
+  def new_version(self, version: int, *, restart: bool) -> None:
+    """Weights changed: the cache forgets all, live sequences lose their keys and values, and with `restart` all that
+    have drawn tokens lose those too. A prompt that was scored in part is scored again."""
     for sequence in self.running + self.filling:
-      self.preempt(sequence)
+      self._requeue(sequence)
+    for sequence in self.waiting:
+      if restart and sequence.drawn:
+        sequence.restart()
+      if len(sequence.scored) < len(sequence.prefix):
+        sequence.scores.known = 0
     self.cache.clear()
     self.version = version
 

@@ -12,7 +12,8 @@ from flax import nnx
 from ptjax.models.families import RANDOM_SIZES, ModelConfig
 from ptjax.models.transformer import Transformer
 from ptjax.runtime import devices
-from ptjax.sample.engine import Engine, Request, SamplerLimits
+from ptjax.sample.engine import Engine
+from ptjax.sample.requests import Request, SamplerLimits
 
 CONFIG = ModelConfig(**RANDOM_SIZES['tiny'])
 LENGTH = 64
@@ -196,7 +197,8 @@ class RequestTest(parameterized.TestCase):
   def test_submit_step_cancel(self):
     made = engine()
     tickets = [made.submit(r) for r in all_greedy([[1, 2], [3, 4]], max_tokens=30, samples=2)]
-    self.assertEqual(made.step(), [])
+    self.assertEqual({(e.ticket, e.sample, e.start, len(e.token_ids), e.rollout) for e in made.step()},
+                     {(t, s, 0, 6, None) for t in tickets for s in range(2)})
     with self.assertRaisesRegex(RuntimeError, 'idle engine'):
       made.generate([])
     cancelled = made.cancel(tickets[0])
@@ -205,8 +207,8 @@ class RequestTest(parameterized.TestCase):
     self.assertLen(cancelled[0][1].token_ids, 6)  # one window
     finished = []
     while len(finished) < 2:
-      finished += made.step()
-    self.assertEqual({(ticket, sample) for ticket, sample, _ in finished}, {(tickets[1], 0), (tickets[1], 1)})
+      finished += [event for event in made.step() if event.rollout]
+    self.assertEqual({(e.ticket, e.sample) for e in finished}, {(tickets[1], 0), (tickets[1], 1)})
 
   def test_on_finish_sees_every_rollout_and_its_error_leaves_the_engine_idle(self):
     seen = []
@@ -268,10 +270,10 @@ class WeightsTest(absltest.TestCase):
       made.load_params(weights(1), 1)
       finished = []
       while not finished:
-        finished = made.step()
+        finished = [event for event in made.step() if event.rollout]
     finally:
       made.load_params(weights(), 0)
-    rollout = finished[0][2]
+    rollout = finished[0].rollout
     self.assertEqual(rollout.version.tolist(), [0] * 6 + [1] * 8)
     logp_TV = np.where(rollout.version[:, None] == 0, log_softmax(expected(rollout)), log_softmax(expected(rollout, 1)))
     np.testing.assert_allclose(rollout.behavior_logp, logp_TV[np.arange(14), rollout.token_ids], atol=1e-4)
@@ -307,7 +309,7 @@ class ProgramsTest(absltest.TestCase):
     made.generate(workload(30))
     compiles = made.stats()['compiles']
     limits = made.limits
-    self.assertEqual(limits.slot_buckets, (8, 32, 40))
+    self.assertEqual(limits.slot_buckets, (1, 8, 32, 40))
     self.assertLessEqual(compiles, len(limits.slot_buckets) + len(limits.chunk_buckets) + 2)  # and copy, layout
     made.generate(workload(60))
     self.assertEqual(made.stats()['compiles'], compiles)

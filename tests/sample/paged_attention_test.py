@@ -34,7 +34,8 @@ class PagedAttentionTest(parameterized.TestCase):
     width = max(map(len, tables)) + 3
     table_BJ = np.asarray([t + [0] * (width - len(t)) for t in tables], np.int32)
     q_BNH = rng.normal(size=(3, K * G, H)).astype(np.float32)
-    out_BNH = jax.jit(paged_attention.decode)(q_BNH, pool, table_BJ, np.asarray(lengths, np.int32))
+    length_B1 = np.asarray(lengths, np.int32)[:, None]
+    out_BNH = jax.jit(paged_attention.decode)(q_BNH[:, None], pool, table_BJ, length_B1)[:, 0]
     for b, (keys, values) in enumerate(rows):
       wanted = attention.masked_attention(
           q_BNH[b][None, None], keys[None].astype(np.float32), values[None].astype(np.float32),

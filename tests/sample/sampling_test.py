@@ -1,5 +1,7 @@
 """Draws against the softmax they promise."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,16 +13,27 @@ from ptjax.sample import sampling
 ROWS = 4096
 
 
-def settings(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=7):
+def settings(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=7, bias=0, stop=-1, stop_from=0,
+             top=False):
   return sampling.Law(
       temperature_B=np.full(rows, temperature, np.float32), top_k_B=np.full(rows, top_k, np.int32),
       top_p_B=np.full(rows, top_p, np.float32), min_p_B=np.full(rows, min_p, np.float32),
-      seed_B2=np.tile(np.asarray([0, seed], np.uint32), (rows, 1)), sample_B=np.arange(rows, dtype=np.int32))
+      seed_B2=np.tile(np.asarray([0, seed], np.uint32), (rows, 1)), sample_B=np.arange(rows, dtype=np.int32),
+      bias_B=np.full(rows, bias, np.int32), stop_BX=np.full((rows, 2), [stop, -1], np.int32),
+      stop_from_B=np.full(rows, stop_from, np.int32), top_B=np.full(rows, top, bool))
+
+
+def draw_all(logits_V, rows=ROWS, position=3, bias_V=None, **law):
+  logits_BV = jnp.broadcast_to(jnp.asarray(logits_V, jnp.float32), (rows, len(logits_V)))
+  bias_YV = np.zeros((2, len(logits_V)), np.float32)
+  bias_YV[1] = 0 if bias_V is None else bias_V
+  return jax.device_get(jax.jit(functools.partial(sampling.draw, alternatives=3))(
+      logits_BV, settings(rows, **law), np.full(rows, position, np.int32), bias_YV))
 
 
 def draw(logits_V, rows=ROWS, position=3, **law):
-  logits_BV = jnp.broadcast_to(jnp.asarray(logits_V, jnp.float32), (rows, len(logits_V)))
-  return jax.device_get(jax.jit(sampling.draw)(logits_BV, settings(rows, **law), np.full(rows, position, np.int32)))
+  drawn = draw_all(logits_V, rows, position, **law)
+  return drawn.token_B, drawn.behavior_logp_B
 
 
 def law_by_sorting(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
@@ -72,8 +85,8 @@ class DrawTest(parameterized.TestCase):
     mixed = settings(2)._replace(top_p_B=np.asarray([0.5, 1.0], np.float32))
     plain = settings(2)
     position_B = np.asarray([4, 9], np.int32)
-    token_B, logp_B = sampling.draw(logits_BV, mixed, position_B)
-    same_B, logq_B = sampling.draw(logits_BV, plain, position_B)
+    token_B, logp_B = sampling.draw(logits_BV, mixed, position_B, np.zeros((1, 50), np.float32), alternatives=0)[:2]
+    same_B, logq_B = sampling.draw(logits_BV, plain, position_B, np.zeros((1, 50), np.float32), alternatives=0)[:2]
     self.assertEqual((token_B[1], logp_B[1]), (same_B[1], logq_B[1]))
 
   def test_seed_sample_and_position_each_change_the_draw(self):
