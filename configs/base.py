@@ -89,6 +89,7 @@ def get_config() -> config_dict.ConfigDict:
       biases=0,  # different logit biases at one time
       draft_tokens=0,  # guessed by n-gram look-up and checked at each decode step; 0 is off
       ngram=3,  # longest run of last tokens that is looked up
+      kv_dtype='',  # of stored keys and values: float32 | bfloat16 | int8 | float8_e4m3fn; empty: the compute dtype
   )
   c.generate = _dict(
       temperature=0.0,  # 0 is greedy

@@ -43,6 +43,7 @@ _CURVES = (
     ('Curriculum: difficulty', 'level', ('rl/curriculum/*/level',), 'exact'),
     ('Rollout length', 'tokens', ('rl/length_mean',), 'lines'),
     ('Sampler minus trainer log-prob', 'nats', ('rl/logp_diff_mean', 'rl/logp_diff_max'), 'log'),
+    ('Sampler', 'fraction', ('sampler/occupancy', 'sampler/cache_hit_frac', 'sampler/pages_peak_frac'), 'lines'),
     ('Verifier outcomes', 'rollouts', tuple(f'verify/{status}' for status in STATUSES), 'stacked'),
 )
 # Written by every stage: one chart each, one line per stage.

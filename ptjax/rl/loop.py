@@ -35,6 +35,7 @@ def run(config, parts, plain, stage):
     began = time.monotonic()
     parts.load_policy(trainer.merged(), version=step)
     tasks = curriculum.draw(rl.tasks_per_step)
+    parts.engine.reset_stats()
     groups = rollout.generate(
         parts.engine, parts.tokenizer, tasks, samples=rl.rollouts_per_task, seed=config.seed, step=step,
         max_tokens=rl.max_tokens, temperature=rl.temperature)
@@ -69,6 +70,7 @@ def run(config, parts, plain, stage):
               tokens_per_s=drawn / (learned_at - began),
               seconds=dict(sample=sampled - began, verify=verified - sampled, learn=learned_at - verified),
               rl=dict(learned, **drawn_by, curriculum=curriculum.shares()),
+              sampler=parts.engine.stats(),
               verify=dict({status: outcomes[status] for status in types.STATUSES}, errors=dict(errors)))
     if step % SHOWN_EVERY == 0 or step + 1 == rl.steps:
       stage.add_rollouts(rollout.records(step, tasks, rollouts, verdicts))

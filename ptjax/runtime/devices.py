@@ -44,6 +44,7 @@ AXES = {
   'U': ('data', 'fsdp'),  # tasks of a step
   'R': (),  # rollouts of a task
   'W': (),  # draft window
+  'X': (),  # a few of something, named where it is used
   'Z': (),  # pages in the pool
   'C': (),  # tokens per page
   'J': (),  # pages per sequence

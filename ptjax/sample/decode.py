@@ -17,7 +17,7 @@ from ptjax.models.families import ModelConfig
 from ptjax.sample import paged_attention, sampling, speculative
 from ptjax.sample.page_pool import SINK
 
-Pools = tuple[jax.Array, ...]  # one pool_ZKCH per layer
+Pools = tuple[paged_attention.Pool, ...]  # one per layer
 
 _SCORED_AT_ONCE = 128  # prompt tokens whose logits exist at one time
 
@@ -130,7 +130,7 @@ class Decoder:
     Args:
       width: X, tokens that a row can draw in one window.
     """
-    C, B, Q = pools[0].shape[2], rows.token_B.shape[0], 1 + drafts
+    C, B, Q = pools[0].page_size, rows.token_B.shape[0], 1 + drafts
     end_B = rows.position_B + rows.remaining_B  # first position without a page
     after_Q = np.arange(Q)
     law = sampling.each_of(rows.law, Q)
@@ -150,10 +150,10 @@ class Decoder:
       page_BQ = jnp.where(held_BQ, page_BQ, SINK)
       length_BQ = jnp.where(live_B[:, None], jnp.minimum(position_BQ + 1, end_B[:, None]), 1)
 
-      def attend(pool_ZKCH, q_BQNH, k_BQKH, v_BQKH):
+      def attend(pool, q_BQNH, k_BQKH, v_BQKH):
         flat = lambda x: x.reshape(B * Q, *x.shape[2:])
-        pool_ZKCH = paged_attention.write(pool_ZKCH, flat(k_BQKH), flat(v_BQKH), flat(page_BQ), flat(position_BQ % C))
-        return pool_ZKCH, paged_attention.decode(q_BQNH, pool_ZKCH, rows.table_BJ, length_BQ)
+        pool = paged_attention.write(pool, flat(k_BQKH), flat(v_BQKH), flat(page_BQ), flat(position_BQ % C))
+        return pool, paged_attention.decode(q_BQNH, pool, rows.table_BJ, length_BQ)
 
       hidden_BQD, pools = self._hidden(params, pools, token_BQ, position_BQ, attend)
       logits_XV = self._logits(params, hidden_BQD).reshape(B * Q, -1)
@@ -175,12 +175,12 @@ class Decoder:
     mask_TS = (chunk.row_T[:, None] == chunk.row_T[None, :]) & np.tri(T, dtype=bool)
     live_TJ = jnp.where((chunk.row_T >= 0)[:, None], chunk.live_RJ[chunk.row_T], 0)
 
-    def attend(pool_ZKCH, q_BTNH, k_BTKH, v_BTKH):
+    def attend(pool, q_BTNH, k_BTKH, v_BTKH):
       # Written before it is read: the other order makes XLA copy the whole pool.
-      pool_ZKCH = paged_attention.write(pool_ZKCH, k_BTKH[0], v_BTKH[0], chunk.page_T, chunk.offset_T)
-      out_TNH = paged_attention.chunk(q_BTNH[0], k_BTKH[0], v_BTKH[0], mask_TS, pool_ZKCH, chunk.page_J, chunk.pages,
+      pool = paged_attention.write(pool, k_BTKH[0], v_BTKH[0], chunk.page_T, chunk.offset_T)
+      out_TNH = paged_attention.chunk(q_BTNH[0], k_BTKH[0], v_BTKH[0], mask_TS, pool, chunk.page_J, chunk.pages,
                                       live_TJ)
-      return pool_ZKCH, out_TNH[None]
+      return pool, out_TNH[None]
 
     hidden_BTD, pools = self._hidden(params, pools, chunk.token_T[None], chunk.position_T[None], attend)
     return hidden_BTD[0], pools
@@ -208,7 +208,7 @@ class Decoder:
 
   def copy(self, pools: Pools, source_X: jax.Array, target_X: jax.Array) -> Pools:
     """The pools with pages copied; unused entries name the sink twice."""
-    return tuple(pool_ZKCH.at[target_X].set(pool_ZKCH[source_X]) for pool_ZKCH in pools)
+    return jax.tree.map(lambda x: x.at[target_X].set(x[source_X]), pools)
 
   def _hidden(self, params: Params, pools: Pools, token_BT: jax.Array, position_BT: jax.Array, attend):
     x_BTD = params.embed_VD[token_BT].astype(self.config.compute_dtype)

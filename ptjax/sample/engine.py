@@ -246,25 +246,26 @@ class Engine:
     """Counts and rates since the engine was made or `reset_stats`, and what is in use now.
 
     occupancy: live rows / rows of the windows that ran; cache_hit_frac: prompt tokens found in the cache / all;
-    chunk_padding_frac: padding in prefill chunks; accept_frac: drafted tokens that were drawn.
+    chunk_padding_frac: padding in prefill chunks; accept_frac: drafted tokens that were drawn; pages_peak_frac: most
+    pages that live sequences held.
     """
     counts, scheduler = self._scheduler.counts, self._scheduler
     names = ('tokens_drawn', 'tokens_prefilled', 'tokens_cached', 'tokens_drafted', 'tokens_accepted', 'preemptions',
              'evictions', 'windows', 'chunks', 'seconds')
     ratio = lambda part, whole: float(counts[part] / counts[whole]) if counts[whole] else 0.0
     asked = counts['tokens_cached'] + counts['tokens_prefilled']
-    used = scheduler.pool.pages - 1 - scheduler.pool.free
     return {name: float(counts[name]) for name in names} | dict(
         tokens_per_s=ratio('tokens_drawn', 'seconds'), occupancy=ratio('row_steps', 'slot_steps'),
         accept_frac=ratio('tokens_accepted', 'tokens_drafted'),
         cache_hit_frac=counts['tokens_cached'] / asked if asked else 0.0,
         chunk_padding_frac=1 - ratio('tokens_prefilled', 'chunk_tokens') if counts['chunk_tokens'] else 0.0,
-        pages_used_frac=used / (scheduler.pool.pages - 1), pages_free=float(scheduler.pool.free),
+        pages_peak_frac=scheduler.peak_pages / (scheduler.pool.pages - 1), pages_free=float(scheduler.pool.free),
         pages_cached=float(len(scheduler.cache)), running=float(scheduler.live), waiting=float(len(scheduler.waiting)),
         compiles=float(self._runner.compiles))
 
   def reset_stats(self) -> None:
     self._scheduler.counts.clear()
+    self._scheduler.peak_pages = 0
 
   # Device calls
 

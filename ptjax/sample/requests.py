@@ -4,6 +4,8 @@ import dataclasses
 
 import numpy as np
 
+from ptjax.sample.paged_attention import KV_DTYPES
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
@@ -66,9 +68,14 @@ class SamplerLimits:
   biases: int = 4  # different logit biases at one time
   draft_tokens: int = 0  # W, guessed by n-gram look-up and verified per decode step; 0 is off
   ngram: int = 3  # longest run of tokens that is looked up
+  kv_dtype: str = ''  # keys and values as stored: float32 | bfloat16 | int8 | float8_e4m3fn; empty: the compute dtype
 
   def __post_init__(self):
+    if self.kv_dtype not in ('', *KV_DTYPES):
+      raise ValueError(f'sampler kv_dtype = {self.kv_dtype!r} is not one of {KV_DTYPES}')
     for field in dataclasses.fields(self):
+      if field.type is not int:
+        continue
       may_be_zero = field.name in ('pages', 'prefill_budget', 'top_logp', 'biases', 'draft_tokens')
       value, least = getattr(self, field.name), 0 if may_be_zero else 1
       if not isinstance(value, int) or value < least:

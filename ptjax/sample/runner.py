@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ptjax.models.families import ModelConfig
-from ptjax.sample import decode, sampling
+from ptjax.sample import decode, paged_attention, sampling
 from ptjax.sample.page_pool import SINK
 from ptjax.sample.requests import SamplerLimits
 from ptjax.sample.scheduler import Piece, Sequence
@@ -55,11 +55,20 @@ class Runner:
     layout = self._program('layout', self._decoder.layout, (), out=self._param_shardings(shapes))
     self._params = layout(jax.device_put(state, self._spread(state)))
     if not self._pools:
-      c = self.config
-      shape = (self.limits.pages, c.kv_heads, self.limits.page_size, 2 * c.head_dim)
-      self._pool_sharding = self._place(shape, 'ZKCH')
-      self._pools = tuple(jnp.zeros(shape, c.compute_dtype, device=self._pool_sharding) for _ in range(c.layers))
-      self._bias_YV = jnp.zeros((1 + self.limits.biases, c.vocab_size), jnp.float32, device=self._place((), ''))
+      self._make_pools()
+
+  def _make_pools(self) -> None:
+    c, dtype = self.config, self.limits.kv_dtype or self.config.compute_dtype
+    shape = (self.limits.pages, c.kv_heads, self.limits.page_size, 2 * c.head_dim)
+    scales = (*shape[:3], 2) if dtype in paged_attention.SCALED_DTYPES else None
+    placed = paged_attention.Pool(self._place(shape, 'ZKCH'), self._place(scales, 'ZKCX') if scales else None)
+    self._pool_shardings = (placed,) * c.layers
+
+    def make():
+      return paged_attention.Pool(jnp.zeros(shape, dtype), jnp.zeros(scales, jnp.float32) if scales else None)
+
+    self._pools = jax.jit(lambda: tuple(make() for _ in range(c.layers)), out_shardings=self._pool_shardings)()
+    self._bias_YV = jnp.zeros((1 + self.limits.biases, c.vocab_size), jnp.float32, device=self._everywhere)
 
   def warm_up(self) -> None:
     """Compiles every program by running it on nothing but padding."""
@@ -76,7 +85,7 @@ class Runner:
   def fill(self, pieces: list[Piece], tokens: int = 0) -> int:
     """Computes the pieces' keys and values; returns the tokens of the bucket that ran."""
     chunk = self._pack(pieces, tokens)
-    run = self._program(('fill', len(chunk.token_T)), self._decoder.fill, (1,), out=self._pool_out())
+    run = self._program(('fill', len(chunk.token_T)), self._decoder.fill, (1,), out=self._pool_shardings)
     self._pools = run(self._params, self._pools, chunk)
     return len(chunk.token_T)
 
@@ -90,7 +99,7 @@ class Runner:
       next_T[at:at + n] = piece.sequence.tokens[piece.start + 1:piece.stop + 1]
       at += n
     score = functools.partial(self._decoder.score, alternatives=self.limits.top_logp)
-    run = self._program(('score', len(next_T)), score, (1,), out=(self._pool_out(), self._everywhere))
+    run = self._program(('score', len(next_T)), score, (1,), out=(self._pool_shardings, self._everywhere))
     self._pools, scores = run(self._params, self._pools, chunk, next_T)
     return len(next_T), jax.device_get(scores)
 
@@ -100,7 +109,7 @@ class Runner:
     B = rows or next(bucket for bucket in limits.slot_buckets if bucket >= len(sequences))
     window = functools.partial(self._decoder.window, width=limits.window, drafts=drafts, ngram=limits.ngram,
                                alternatives=limits.top_logp)
-    run = self._program(('window', B, drafts), window, (1,), out=(self._pool_out(), self._everywhere))
+    run = self._program(('window', B, drafts), window, (1,), out=(self._pool_shardings, self._everywhere))
     steps = limits.window if sequences else 0
     self._pools, drawn = run(self._params, self._pools, self._rows(sequences, B, drafts), self._bias_YV,
                              np.int32(steps), np.int32(least_live))
@@ -112,7 +121,7 @@ class Runner:
     source_X, target_X = np.full((2, X), SINK, np.int32)
     if copies:
       source_X[:len(copies)], target_X[:len(copies)] = np.asarray(copies, np.int32).T
-    run = self._program('copy', self._decoder.copy, (0,), out=self._pool_out())
+    run = self._program('copy', self._decoder.copy, (0,), out=self._pool_shardings)
     self._pools = run(self._pools, source_X, target_X)
 
   def set_biases(self, bias_by_row: dict[int, np.ndarray]) -> None:
@@ -185,9 +194,6 @@ class Runner:
   @property
   def _everywhere(self):
     return self._place((), '')
-
-  def _pool_out(self):
-    return (self._pool_sharding,) * self.config.layers
 
   def _spread(self, state: nnx.State):
     """The state with each array's sharding in its place."""

@@ -135,6 +135,7 @@ class Scheduler:
     self.running: list[Sequence] = []  # ready to decode
     self.version = -1
     self.counts = collections.Counter()
+    self.peak_pages = 0  # held by live sequences at one time
 
   @property
   def live(self) -> int:
@@ -256,6 +257,8 @@ class Scheduler:
           self.cache.clear()
         else:
           raise RuntimeError(f'request {sequence.request.id!r} alone does not fit in {self.limits.pages} pages')
+    held = set().union(*(s.pages for s in self.running + self.filling))
+    self.peak_pages = max(self.peak_pages, len(held))
     return copies
 
   def _growth(self, sequence: Sequence) -> int:

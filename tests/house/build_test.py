@@ -46,7 +46,7 @@ def imported(folder: str) -> set[str]:
         found |= {a.name.split('.')[0] for a in node.names} - siblings
       elif isinstance(node, ast.ImportFrom) and not node.level:
         found.add(node.module.split('.')[0])
-  return found - set(sys.stdlib_module_names) - {'ptjax', 'configs'}
+  return found - set(sys.stdlib_module_names) - {'ptjax', 'configs', 'tests'}
 
 
 def evaluate_build() -> tuple[list[dict], set[str]]:

@@ -1,7 +1,5 @@
 """The engine against the uncached forward of the same weights."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,67 +7,11 @@ import scipy.stats
 from absl.testing import absltest, parameterized
 from flax import nnx
 
-from ptjax.models.families import RANDOM_SIZES, ModelConfig
-from ptjax.models.transformer import Transformer
 from ptjax.runtime import devices
 from ptjax.sample.engine import Engine
 from ptjax.sample.requests import Request, SamplerLimits
-
-CONFIG = ModelConfig(**RANDOM_SIZES['tiny'])
-LENGTH = 64
-
-
-@functools.cache
-def weights(seed=0):
-  return nnx.state(nnx.jit(lambda: Transformer(CONFIG, nnx.Rngs(seed)))())
-
-
-@functools.cache
-def forward():
-  graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(CONFIG, nnx.Rngs(0))))
-
-  def run(state, token_T):
-    model = nnx.merge(graph, state)
-    mask_BTS = np.tri(LENGTH, dtype=bool)[None]
-    return model.logits(model.hidden(token_T[None], np.arange(LENGTH)[None], mask_BTS))[0]
-
-  return jax.jit(run)
-
-
-def expected(rollout, seed=0):
-  """Logits [n, V] that the uncached forward predicts each drawn token with."""
-  tokens, start = np.concatenate([rollout.prompt_ids, rollout.token_ids]), len(rollout.prompt_ids)
-  logits_TV = np.asarray(forward()(weights(seed), np.pad(tokens, (0, LENGTH - len(tokens)))))
-  return logits_TV[start - 1:len(tokens) - 1]
-
-
-def log_softmax(logits_TV):
-  return np.asarray(jax.nn.log_softmax(jnp.asarray(logits_TV), axis=-1))
-
-
-@functools.cache
-def engine(**limits):
-  made = Engine(CONFIG, SamplerLimits(**(dict(slots=8, page_size=8, max_context=LENGTH, window=6, prefill_chunk=32) |
-                                         limits)))
-  made.load_params(weights(), 0)
-  return made
-
-
-def prompts(seed, count, shared=11, longest=25):
-  """Prompts that begin alike, of different lengths, one of them a single token."""
-  rng = np.random.default_rng(seed)
-  common = rng.integers(0, 320, shared)
-  rest = [rng.integers(0, 320, n) for n in rng.integers(1, longest, count - 1)]
-  return [np.concatenate([common, r]) for r in rest] + [common[:1]]
-
-
-def all_greedy(rows, max_tokens=20, **settings):
-  return [Request(id=str(i), prompt_ids=p, max_tokens=max_tokens, temperature=0.0, **settings)
-          for i, p in enumerate(rows)]
-
-
-def drawn(groups):
-  return [[r.token_ids.tolist() for r in group] for group in groups]
+from tests.sample.tiny_engine import (
+    CONFIG, LENGTH, all_greedy, drawn, engine, expected, log_softmax, prompts, truncated, weights)
 
 
 class GreedyTest(parameterized.TestCase):
@@ -131,13 +73,7 @@ class SamplingTest(parameterized.TestCase):
   def test_first_tokens_follow_the_softmax(self, top_k, top_p):
     (group,) = engine().generate([Request(id='x', prompt_ids=[5, 6, 7], max_tokens=1, samples=600, seed=9, top_k=top_k,
                                           top_p=top_p, temperature=0.4)])
-    logits_V = expected(group[0])[0] / 0.4
-    p_V = np.exp(logits_V - logits_V.max())
-    order = np.argsort(-p_V)
-    p_V[order[top_k or 320:]] = 0
-    p_V /= p_V.sum()
-    p_V[order[np.cumsum(p_V[order]) - p_V[order] >= top_p]] = 0
-    p_V /= p_V.sum()
+    p_V = truncated(expected(group[0])[0], temperature=0.4, top_k=top_k, top_p=top_p)
     counts_V = np.bincount([r.token_ids[0] for r in group], minlength=320)
     self.assertEqual(counts_V[p_V == 0].sum(), 0)
     often = p_V * 600 >= 5
@@ -224,6 +160,59 @@ class RequestTest(parameterized.TestCase):
     self.assertEqual(drawn(engine().generate(all_greedy(prompts(3, 4), samples=2))), drawn(groups))
 
 
+class StepTest(absltest.TestCase):
+
+  def test_a_long_prompt_does_not_hold_up_those_that_decode(self):
+    """Of 40 tokens 16 are computed between windows; the short prompt behind it is done before the long one begins."""
+    made = engine(prefill_budget=16, prefill_chunk=16)
+    made.load_params(weights(), 0)  # drops what is cached
+    long, short = (made.submit(r) for r in all_greedy([np.arange(60, 100), [1, 2, 3]], max_tokens=12))
+    first = {}
+    for step in range(12):
+      for event in made.step():
+        first.setdefault(event.ticket, step)
+    self.assertEqual(first[short], 0)
+    self.assertGreater(first[long], 0)
+    self.assertTrue(made.idle)
+
+  def test_small_requests_pass_a_large_one_that_waits_for_pages(self):
+    made = engine(page_size=4, slots=8, pages=22)  # 84 tokens
+    made.load_params(weights(), 0)
+    running = made.submit(all_greedy([np.arange(40)], max_tokens=20)[0])
+    made.step()
+    large, small = (made.submit(r) for r in all_greedy([np.arange(100, 150), [1, 2, 3]], max_tokens=6))
+    ended = []
+    while not made.idle:
+      ended += [event.ticket for event in made.step() if event.rollout]
+    self.assertLess(ended.index(small), ended.index(large))
+    self.assertCountEqual(ended, [running, large, small])
+
+  def test_pause_resume_drain(self):
+    made = engine()
+    begun, = [made.submit(r) for r in all_greedy([[1, 2]], max_tokens=20)]
+    made.step()
+    made.pause()
+    self.assertEqual(made.step(), [])
+    with self.assertRaisesRegex(RuntimeError, 'paused'):
+      made.drain()
+    made.resume()
+    queued, = [made.submit(r) for r in all_greedy([[3, 4]], max_tokens=4)]
+    self.assertEqual([e.ticket for e in made.drain() if e.rollout], [begun])
+    self.assertEqual([e.ticket for e in made.step() if e.rollout], [queued])
+
+  def test_stats_of_a_period(self):
+    made = engine()
+    made.generate(all_greedy([[1, 2, 3]], samples=2))
+    made.reset_stats()
+    made.generate([Request(id='x', prompt_ids=np.arange(30, 50), max_tokens=12, samples=4)])
+    stats = made.stats()
+    self.assertEqual((stats['tokens_drawn'], stats['tokens_prefilled'], stats['tokens_cached']), (48, 19, 57))
+    self.assertEqual(stats['cache_hit_frac'], 57 / 76)
+    self.assertEqual(stats['occupancy'], 0.5)  # 4 rows of 8, to the end
+    self.assertEqual(stats['pages_peak_frac'], (2 + 4 * 2) / (made.limits.pages - 1))  # 2 full pages shared, 31 tokens
+    self.assertEqual(stats['tokens_per_s'], 48 / stats['seconds'])
+
+
 class SharingTest(absltest.TestCase):
 
   def test_samples_prefill_their_prompt_once(self):
@@ -297,21 +286,25 @@ class WeightsTest(absltest.TestCase):
 
 class ProgramsTest(absltest.TestCase):
 
-  def test_a_mixed_workload_compiles_only_the_declared_buckets(self):
-    made = engine(slots=40)
+  def test_nothing_compiles_after_warm_up(self):
+    made = engine(slots=12, draft_tokens=3)
+    made.warm_up()
+    compiles, limits = made.stats()['compiles'], made.limits
+    self.assertEqual(limits.slot_buckets, (1, 8, 12))
+    # A window with and one without guesses per bucket, fill and score per bucket, copy, bias, layout.
+    self.assertEqual(compiles, 2 * len(limits.slot_buckets) + 2 * len(limits.chunk_buckets) + 3)
     rng = np.random.default_rng(0)
+    bias_VV = np.where(rng.random((4, 320)) < 0.2, -np.inf, 0.0)
 
-    def workload(count):
-      return [Request(id=str(i), prompt_ids=rng.integers(0, 320, rng.integers(1, 50)), seed=i,
-                      max_tokens=int(rng.integers(1, 30)), samples=int(rng.integers(1, 5)),
-                      temperature=float(rng.choice([0.0, 1.0])), top_k=int(rng.choice([0, 7]))) for i in range(count)]
+    def request(i):
+      return Request(
+          id=str(i), prompt_ids=rng.integers(0, 320, rng.integers(1, 50)), seed=i, max_tokens=int(rng.integers(1, 9)),
+          samples=int(rng.integers(1, 4)), temperature=float(rng.choice([0.0, 1.0])), top_k=int(rng.choice([0, 7])),
+          stop_ids=(5, 6), stop_strings=('11', '222'), prompt_logp=bool(rng.random() < 0.1),
+          top_logp=int(rng.choice([0, 2])), logit_bias=bias_VV[i % 4] if rng.random() < 0.2 else None)
 
-    made.generate(workload(30))
-    compiles = made.stats()['compiles']
-    limits = made.limits
-    self.assertEqual(limits.slot_buckets, (1, 8, 32, 40))
-    self.assertLessEqual(compiles, len(limits.slot_buckets) + len(limits.chunk_buckets) + 2)  # and copy, layout
-    made.generate(workload(60))
+    made.generate([request(i) for i in range(500)])
+    made.load_params(weights(), 1)
     self.assertEqual(made.stats()['compiles'], compiles)
 
   def test_eight_devices_equal_one(self):

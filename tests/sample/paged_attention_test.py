@@ -7,6 +7,7 @@ from absl.testing import absltest, parameterized
 
 from ptjax.models import attention
 from ptjax.sample import paged_attention
+from ptjax.sample.paged_attention import Pool
 
 K, G, H = 2, 3, 8
 
@@ -35,7 +36,7 @@ class PagedAttentionTest(parameterized.TestCase):
     table_BJ = np.asarray([t + [0] * (width - len(t)) for t in tables], np.int32)
     q_BNH = rng.normal(size=(3, K * G, H)).astype(np.float32)
     length_B1 = np.asarray(lengths, np.int32)[:, None]
-    out_BNH = jax.jit(paged_attention.decode)(q_BNH[:, None], pool, table_BJ, length_B1)[:, 0]
+    out_BNH = jax.jit(paged_attention.decode)(q_BNH[:, None], Pool(pool, None), table_BJ, length_B1)[:, 0]
     for b, (keys, values) in enumerate(rows):
       wanted = attention.masked_attention(
           q_BNH[b][None, None], keys[None].astype(np.float32), values[None].astype(np.float32),
@@ -57,7 +58,7 @@ class PagedAttentionTest(parameterized.TestCase):
     live_RJ = np.asarray([[4, 2, 0], [4, 0, 0], [0, 0, 0], [0, 0, 0]], np.int32)  # the last row is padding's
     q_TNH = rng.normal(size=(12, K * G, H)).astype(np.float32)
     out_TNH = jax.jit(paged_attention.chunk)(
-        q_TNH, k_TKH, v_TKH, mask_TS, pool, np.asarray([*table, 0], np.int32), np.int32(2), live_RJ[row_T])
+        q_TNH, k_TKH, v_TKH, mask_TS, Pool(pool, None), np.asarray([*table, 0], np.int32), np.int32(2), live_RJ[row_T])
     self.assertTrue(np.isfinite(out_TNH).all())
     for row, (keys, values) in enumerate(fresh):
       k = np.concatenate([old[0][0][:earlier[row]], keys])[None]
@@ -67,12 +68,47 @@ class PagedAttentionTest(parameterized.TestCase):
       np.testing.assert_allclose(out_TNH[row_T == row], wanted[0], atol=2e-6)
 
   def test_write_touches_only_its_places(self):
-    pool = np.zeros((3, K, 4, 2 * H), np.float32)
+    pool = Pool(jnp.zeros((3, K, 4, 2 * H)), None)
     ones = np.ones((2, K, H), np.float32)
-    out = np.asarray(paged_attention.write(jnp.asarray(pool), ones, 2 * ones, np.asarray([1, 2]), np.asarray([3, 0])))
+    out = np.asarray(paged_attention.write(pool, ones, 2 * ones, np.asarray([1, 2]), np.asarray([3, 0])).kv_ZKCH)
     np.testing.assert_array_equal(out[[1, 2], :, [3, 0], :H], 1)
     np.testing.assert_array_equal(out[[1, 2], :, [3, 0], H:], 2)
     self.assertEqual(np.count_nonzero(out), 2 * K * 2 * H)
+
+  @parameterized.parameters(('int8', 0.5 / 127), ('float8_e4m3fn', 2 ** -4))
+  def test_scaled_pools_store_each_token_within_their_precision(self, dtype, precision):
+    """Half a step of int8, half a unit in the last of e4m3's 3 bits; a token 1000 times larger costs no other."""
+    rng = np.random.default_rng(2)
+    pool = Pool(jnp.zeros((3, K, 4, 2 * H), dtype), jnp.full((3, K, 4, 2), jnp.nan))
+    k_TKH, v_TKH = rng.normal(size=(2, 5, K, H)).astype(np.float32)
+    k_TKH[3] *= 1000
+    page_T, offset_T = np.asarray([1, 1, 2, 2, 1]), np.asarray([0, 3, 1, 2, 1])
+    pool = paged_attention.write(pool, k_TKH, v_TKH, page_T, offset_T)
+    stored = np.asarray(pool.kv_ZKCH.astype(jnp.float32))[page_T, :, offset_T].reshape(5, K, 2, H)
+    for i, wanted in enumerate((k_TKH, v_TKH)):
+      got = stored[:, :, i] * np.asarray(pool.scale_ZKCX)[page_T, :, offset_T][..., i, None]
+      largest = np.abs(wanted).max(-1, keepdims=True)
+      size = np.broadcast_to(largest, wanted.shape) if dtype == 'int8' else np.abs(wanted) + largest * 2 ** -9
+      np.testing.assert_array_less(np.abs(got - wanted), 1.001 * precision * size)
+
+  @parameterized.parameters('int8', 'float8_e4m3fn')
+  def test_attention_over_a_scaled_pool_is_that_over_its_values(self, dtype):
+    rng = np.random.default_rng(3)
+    pool = Pool(jnp.zeros((6, K, 4, 2 * H), dtype), jnp.full((6, K, 4, 2), jnp.nan))
+    k_TKH, v_TKH = rng.normal(size=(2, 10, K, H)).astype(np.float32)
+    table = np.asarray([3, 1, 4])
+    pool = paged_attention.write(pool, k_TKH, v_TKH, table[np.arange(10) // 4], np.arange(10) % 4)
+    scale = np.repeat(np.asarray(pool.scale_ZKCX), H, axis=-1)
+    plain = Pool(pool.kv_ZKCH.astype(jnp.float32) * scale, None)
+    q_BQNH = rng.normal(size=(1, 3, K * G, H)).astype(np.float32)
+    length_BQ = np.asarray([[8, 9, 10]])
+    ours, wanted = (paged_attention.decode(q_BQNH, p, table[None], length_BQ) for p in (pool, plain))
+    np.testing.assert_allclose(ours, wanted, atol=2e-6)
+    mask, live_TJ = np.ones((2, 2), bool), np.asarray([[4, 4, 2]] * 2)
+    ours, wanted = (
+        paged_attention.chunk(q_BQNH[0, :2], k_TKH[:2], v_TKH[:2], mask, p, table, np.int32(3), live_TJ)
+        for p in (pool, plain))
+    np.testing.assert_allclose(ours, wanted, atol=2e-6)
 
 
 if __name__ == '__main__':

@@ -49,7 +49,7 @@ def forward():
 
 @jax.jit
 def poison(pools, free_Z):
-  return tuple(jnp.where(free_Z[:, None, None, None], jnp.nan, pool_ZKCH) for pool_ZKCH in pools)
+  return jax.tree.map(lambda x: jnp.where(free_Z[:, None, None, None], jnp.nan, x), pools)
 
 
 def text_of(ids):
