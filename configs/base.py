@@ -99,6 +99,15 @@ def get_config() -> config_dict.ConfigDict:
       max_tokens=64,
       samples=1,
   )
+  c.serve = _dict(
+      host='127.0.0.1',  # address to bind; another than loopback needs api_key_file
+      port=8000,  # 0 takes a free one
+      api_key_file='',  # file of accepted bearer tokens, one a line; empty: none is asked for
+      model_name='',  # the model's name to clients; empty: model.source
+      max_waiting=256,  # samples that may wait for one of sampler.slots; a request beyond them is answered 429
+      max_body_bytes=4 * 1024 * 1024,  # of one request
+      drain_s=30.0,  # from a signal to the end of what is in flight then
+  )
   c.eval = _dict(
       tasks_per_domain=50,  # held-out tasks
       samples=1,  # completions per task; k of pass@k runs up to it

@@ -5,6 +5,7 @@ follow from others are computed where they are used. No jax is imported, so a jo
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+import ipaddress
 import os
 
 from ml_collections import config_dict
@@ -63,6 +64,10 @@ _RULES = {
     'generate.top_k': ('>= 0', lambda v: v >= 0, 0),
     'generate.max_tokens': ('>= 1', lambda v: v >= 1, 64),
     'generate.samples': ('>= 1', lambda v: v >= 1, 1),
+    'serve.port': ('in [0, 65535] (0 takes a free one)', lambda v: 0 <= v <= 65535, 8000),
+    'serve.max_waiting': ('>= 0', lambda v: v >= 0, 256),
+    'serve.max_body_bytes': ('>= 1024', lambda v: v >= 1024, 4194304),
+    'serve.drain_s': ('in [0, 3600] seconds', lambda v: 0 <= v <= 3600, 30.0),
     'eval.tasks_per_domain': ('>= 1', lambda v: v >= 1, 40),
     'eval.samples': ('>= 1', lambda v: v >= 1, 1),
     'eval.temperature': ('>= 0', lambda v: v >= 0, 0.0),
@@ -106,6 +111,14 @@ def validate(config: config_dict.ConfigDict, base: config_dict.ConfigDict, *, wh
   if problems:
     text = '\n'.join(f'  {problem}\n      fix: {fix}' for problem, fix in problems)
     raise ValueError(f'{len(problems)} problem{"s" * (len(problems) > 1)} in {where}\n{text}')
+
+
+def is_loopback(host: str) -> bool:
+  """True for a name or address that only this machine itself can reach."""
+  try:
+    return host == 'localhost' or ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    return False
 
 
 def leaves(config: Mapping, prefix: str = '') -> Iterator[tuple[str, object]]:
@@ -164,10 +177,13 @@ def _crossed(config) -> Iterator[tuple[str, str]]:
     yield (f'curriculum.lower_at = {config.curriculum.lower_at}: must be below curriculum.raise_at = '
            f'{config.curriculum.raise_at}', '--config.curriculum.lower_at=0.1')
   yield from _tasks(config)
-  for name in ('tasks.path', 'tasks.heldout_path', 'sft.data', 'dpo.data'):
+  for name in ('tasks.path', 'tasks.heldout_path', 'sft.data', 'dpo.data', 'serve.api_key_file'):
     path = dict(leaves(config))[name]
     if path and not os.path.exists(path):
-      yield f'{name} = {path!r}: no such file', f'--config.{name}=FILE.jsonl'
+      yield f'{name} = {path!r}: no such file', f'--config.{name}=FILE{"" if name.startswith("serve") else ".jsonl"}'
+  if not config.serve.api_key_file and not is_loopback(config.serve.host):
+    yield (f'serve.host = {config.serve.host!r}: is reached from other machines, so clients must show a key of '
+           'serve.api_key_file', '--config.serve.api_key_file=FILE, or --config.serve.host=127.0.0.1')
 
 
 def _tasks(config) -> Iterator[tuple[str, str]]:

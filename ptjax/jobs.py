@@ -22,6 +22,7 @@ from ptjax.learn import update
 from ptjax.models import adapters
 from ptjax.runtime import devices
 from ptjax.sample.requests import Request
+from ptjax.serve import server
 from ptjax.tasks import jsonl
 from ptjax.weights import peft, safetensors
 
@@ -131,6 +132,15 @@ def export(config, *, workdir, output, **unused) -> None:
                           alpha=settings['lora_alpha'] or settings['lora_rank'], base=output)
   if devices.is_main():
     logging.info('wrote %s: %s', output, ' -> '.join(stages) or 'the source as it is')
+
+
+def serve(config, *, workdir, **unused) -> None:
+  """Serves the model over HTTP, as OpenAI's API does, until a signal comes."""
+  if jax.process_count() > 1:
+    raise ValueError(f'--job=serve runs in one process, not {jax.process_count()}; fix: start one server per host')
+  parts, plain = _model(config, workdir)
+  parts.load_policy(plain, version=0)
+  server.serve(parts.engine, parts.tokenizer, config.serve, model=config.serve.model_name or config.model.source)
 
 
 def _model(config, workdir, *, tasks=False):

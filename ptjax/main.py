@@ -40,6 +40,7 @@ JOBS = {
     'eval': ('ptjax.jobs', 'evaluate', True, False),
     'generate': ('ptjax.jobs', 'generate', True, False),
     'score': ('ptjax.jobs', 'score', True, False),
+    'serve': ('ptjax.jobs', 'serve', True, False),
     'export': ('ptjax.jobs', 'export', True, False),
     'verify': ('ptjax.verify.stream', 'job', False, False),
     'sandbox_check': ('ptjax.verify.sandbox_check', 'job', False, False),

@@ -14,6 +14,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.sandbox
 import numpy as np
 
@@ -46,6 +47,12 @@ def render(tokenizer: Tokenizer, messages: Sequence[Mapping], *, add_generation_
   except (jinja2.TemplateError, TypeError) as error:
     roles = [message['role'] for message in clean]
     raise ValueError(f'the chat template rejects a conversation with roles {roles}: {error}') from error
+
+
+def takes_tools(tokenizer: Tokenizer) -> bool:
+  """True when the chat template looks at the tools that `render` is given."""
+  template = tokenizer.chat_template
+  return template is not None and 'tools' in jinja2.meta.find_undeclared_variables(_environment().parse(template))
 
 
 def encode_prompt(tokenizer: Tokenizer, messages: Sequence[Mapping], *, tools: Sequence[Mapping] | None = None,
@@ -113,6 +120,8 @@ def normalize(message: Mapping, index: int = 0) -> dict:
     kinds = {part.get('type') if isinstance(part, Mapping) else type(part).__name__ for part in content}
     if kinds - {'text'}:
       raise ValueError(f'{where}: content parts of type {sorted(map(str, kinds - {"text"}))}; only "text" is supported')
+    if not all(isinstance(part.get('text'), str) for part in content):
+      raise ValueError(f'{where}: a content part of type "text" needs a "text" that is a string')
     content = ''.join(part['text'] for part in content)
   if not isinstance(content, str) and not (content is None and calls):
     raise ValueError(f'{where}: "content" must be text or a list of text parts, got {content!r:.80}')
@@ -158,15 +167,20 @@ class _GenerationMarker(jinja2.ext.Extension):
     return parser.parse_statements(('name:endgeneration',), drop_needle=True)
 
 
-@functools.lru_cache(maxsize=8)
-def _compile(text: str) -> jinja2.Template:
+@functools.cache
+def _environment() -> jinja2.Environment:
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
       trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationMarker, jinja2.ext.loopcontrols])
   environment.filters['tojson'] = _to_json
   environment.globals['raise_exception'] = _raise_exception
   environment.globals['strftime_now'] = TODAY.strftime
+  return environment
+
+
+@functools.lru_cache(maxsize=8)
+def _compile(text: str) -> jinja2.Template:
   try:
-    return environment.from_string(text)
+    return _environment().from_string(text)
   except jinja2.TemplateError as error:
     raise ValueError(f'the chat template does not parse: {error}') from error
 

@@ -7,8 +7,10 @@ ids. The end of a sequence is never recognised by the padding id, which many mod
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 import json
 import pathlib
+import re
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
@@ -74,6 +76,16 @@ class Tokenizer:
   def token(self, token_id: int | None) -> str | None:
     """The spelling of one id, as it stands in the vocabulary."""
     return None if token_id is None else self.backend.id_to_token(token_id)
+
+  def token_bytes(self, token_id: int) -> bytes:
+    """What one id adds to a text; a character may be spread over several. Nothing for an id without a spelling."""
+    token = self.token(token_id) or ''
+    if isinstance(self.backend.decoder, decoders.ByteLevel):
+      table = _byte_table()
+      return bytes(table[c] for c in token) if set(token) <= table.keys() else token.encode()
+    if re.fullmatch(r'<0x[0-9A-F]{2}>', token):
+      return bytes([int(token[3:5], 16)])
+    return token.replace('\u2581', ' ').encode()
 
   @property
   def special_tokens(self) -> dict[str, str]:
@@ -176,6 +188,14 @@ def byte_level(vocab_size: int | None = None) -> Tokenizer:
     raise ValueError(f'vocab_size = {vocab_size}: the byte-level tokenizer needs at least {len(tokens)}')
   return from_vocabulary(tokens, [], range(len(special)), 'gpt-2', bos_id=1, eos_id=2, pad_id=0,
                          chat_template=CHATML)
+
+
+@functools.cache
+def _byte_table() -> dict[str, int]:
+  """Character of the byte-level alphabet -> byte: itself where it is printable, else moved past 255 in order."""
+  alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+  moved = [b for b in range(256) if chr(b) not in alphabet]
+  return {chr(b): b for b in range(256) if b not in moved} | {chr(256 + n): b for n, b in enumerate(moved)}
 
 
 def _added(text: str, special: bool) -> tokenizers.AddedToken:

@@ -16,7 +16,7 @@ LAYERS = (
     ('models', 'learn', 'verify'),
     ('data', 'sample', 'weights', 'tasks', 'learn.trainer'),
     ('rl', 'learn.supervised', 'evals', 'runtime'),
-    ('config', 'pipeline', 'jobs', 'main'),
+    ('config', 'serve', 'pipeline', 'jobs', 'main'),
 )
 SHARDING_ONLY = ('models', 'sample', 'weights', 'learn')  # of runtime, these may import `devices` and no more
 NO_RUNTIME = ('types', 'verify', 'tasks', 'data')
