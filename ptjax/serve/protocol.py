@@ -17,7 +17,7 @@ import numpy as np
 
 from ptjax.data import chat
 from ptjax.data.tokenizer import Tokenizer
-from ptjax.sample.engine import Request
+from ptjax.sample.requests import Request
 from ptjax.serve import tools
 from ptjax.serve.errors import ApiError, invalid
 
@@ -43,6 +43,7 @@ class Offer:
   vocab_size: int
   max_context: int  # tokens of prompt and completion
   top_logp: int  # alternatives per token
+  biases: int  # different logit biases at one time
   samples: int  # in work or waiting at one time, of all requests together
 
 
@@ -118,7 +119,7 @@ def conversation(body: dict, offer: Offer, request_id: str) -> Plan:
   asked, logprobs = fields.flag('logprobs'), fields.whole('top_logprobs', None, 0, offer.top_logp)
   if logprobs is not None and not asked:
     raise invalid('top_logprobs', 'needs logprobs to be true')
-  offered = tools.check(fields.get('tools') or [])
+  offered = tools.check([] if fields.get('tools') is None else fields.get('tools'))
   if not _may_call(fields, offered):
     offered = []
   try:
@@ -219,7 +220,7 @@ def _settings(fields: _Fields, offer: Offer, max_tokens: int) -> dict:
       top_k=max(0, fields.whole('top_k', 0, -1, 2 ** 31 - 1)),  # -1, too, keeps all
       min_tokens=fields.whole('min_tokens', 0, 0, max_tokens), stop_strings=_stops(fields.get('stop')),
       stop_ids=() if fields.flag('ignore_eos') else offer.tokenizer.eos_ids,
-      logit_bias=_bias(fields.get('logit_bias'), offer.vocab_size))
+      logit_bias=_bias(fields.get('logit_bias'), offer))
 
 
 def _stops(value: Any) -> tuple[str, ...]:
@@ -231,9 +232,13 @@ def _stops(value: Any) -> tuple[str, ...]:
   return tuple(dict.fromkeys(stops))
 
 
-def _bias(value: Any, vocab_size: int) -> np.ndarray | None:
+def _bias(value: Any, offer: Offer) -> np.ndarray | None:
   if value is None or value == {}:
     return None
+  vocab_size = offer.vocab_size
+  if not offer.biases:
+    raise invalid('logit_bias', 'is not offered here (the server was started with sampler.biases = 0)',
+                  'unsupported_value')
   if not isinstance(value, dict) or len(value) > MAX_BIASES:
     raise invalid('logit_bias', f'must be an object of at most {MAX_BIASES} token ids')
   bias_V = np.zeros(vocab_size, np.float32)

@@ -56,7 +56,7 @@ class Service:
     self.keys, self.tokenizer, self._settings = read_keys(settings.api_key_file), tokenizer, settings
     self.offer = protocol.Offer(
         model=model, tokenizer=tokenizer, vocab_size=engine.config.vocab_size, max_context=limits.max_context,
-        top_logp=limits.top_logp, samples=limits.slots + settings.max_waiting)
+        top_logp=limits.top_logp, biases=limits.biases, samples=limits.slots + settings.max_waiting)
     self.worker = Worker(engine, slots=limits.slots, waiting=settings.max_waiting)
     self.monitor, self._created = Monitor(self.worker), int(time.time())
     self.app = Starlette(

@@ -7,7 +7,8 @@ import threading
 
 from absl import logging
 
-from ptjax.sample.engine import Engine, Event, Request
+from ptjax.sample.engine import Engine, Event
+from ptjax.sample.requests import Request
 from ptjax.serve.errors import ApiError
 
 Deliver = Callable[[list[tuple[int, Event]] | ApiError], None]  # [(which request, event)], or why there is no more

@@ -14,7 +14,8 @@ from ptjax import types
 from ptjax.data.tokenizer import byte_level
 from ptjax.models.families import RANDOM_SIZES, ModelConfig
 from ptjax.models.transformer import Transformer
-from ptjax.sample.engine import Engine, Event, SamplerLimits
+from ptjax.sample.engine import Engine, Event
+from ptjax.sample.requests import SamplerLimits
 from ptjax.serve import server
 
 CONFIG = ModelConfig(**RANDOM_SIZES['tiny'])
@@ -69,7 +70,7 @@ def wait_for(condition, timeout_s=30.0) -> None:
 @functools.cache
 def engine() -> Engine:
   """The sampler with random weights."""
-  limits = SamplerLimits(slots=8, page_size=8, max_context=256, window=6, prefill_chunk=32, top_logp=5)
+  limits = SamplerLimits(slots=8, page_size=8, max_context=256, window=6, prefill_chunk=32, top_logp=5, biases=2)
   made = Engine(CONFIG, limits, decode_text=functools.partial(TOKENIZER.decode, skip_special=True))
   made.load_params(nnx.state(nnx.jit(lambda: Transformer(CONFIG, nnx.Rngs(0)))()), 0)
   return made
@@ -84,7 +85,7 @@ class Scripted:
   def __init__(self, text='', *, window=3, step_s=0.0, slots=8):
     self.text, self.window, self.step_s, self.broken = text, window, step_s, None
     self.config = CONFIG
-    self.limits = SimpleNamespace(slots=slots, max_context=256, top_logp=5)
+    self.limits = SimpleNamespace(slots=slots, max_context=256, top_logp=5, biases=2)
     self.running, self.requests = {}, []
 
   def submit(self, request) -> int:
@@ -127,8 +128,7 @@ class Scripted:
       rollout = types.Rollout(
           task_id=request.id, group_id='', prompt_ids=request.prompt_ids, token_ids=np.asarray(drawn, np.int32),
           mask=np.ones(len(drawn), bool), behavior_logp=logp, version=np.zeros(len(drawn), np.int32),
-          finish_reason=reason, temperature=1.0, stop_string=stop)
+          finish_reason=reason, temperature=1.0, stop_string=stop or '')
     new = np.asarray(drawn[before:], np.int32)
     logp = np.full(len(new), -1.0, np.float32)
-    top = (np.stack([new], 1), logp[:, None]) if request.top_logp else (None, None)
-    return Event(ticket, sample, new, logp, logp, *top, rollout)
+    return Event(ticket, sample, before, new, logp, logp, new[:, None], logp[:, None], rollout)
