@@ -117,9 +117,9 @@ def normalize(message: Mapping, index: int = 0) -> dict:
     raise ValueError(f'{where}: needs a "role" out of {ROLES}, got {message!r:.80}')
   content, calls = message.get('content'), message.get('tool_calls')
   if isinstance(content, Sequence) and not isinstance(content, str):
-    kinds = {part.get('type') if isinstance(part, Mapping) else type(part).__name__ for part in content}
+    kinds = {str(part.get('type')) if isinstance(part, Mapping) else type(part).__name__ for part in content}
     if kinds - {'text'}:
-      raise ValueError(f'{where}: content parts of type {sorted(map(str, kinds - {"text"}))}; only "text" is supported')
+      raise ValueError(f'{where}: content parts of type {sorted(kinds - {"text"})}; only "text" is supported')
     if not all(isinstance(part.get('text'), str) for part in content):
       raise ValueError(f'{where}: a content part of type "text" needs a "text" that is a string')
     content = ''.join(part['text'] for part in content)

@@ -367,6 +367,8 @@ def serve(engine: Engine, tokenizer: Tokenizer, settings, *, model: str) -> None
     ValueError: the address can't be bound, or the keys can't be read.
   """
   service = Service(engine, tokenizer, settings, model=model)
+  logging.info('compiling for every size of request')
+  engine.warm_up()
   with listen(settings.host, settings.port) as bound:
     server = Server(service, settings)
     host, port = bound.getsockname()[:2]

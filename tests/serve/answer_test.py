@@ -20,7 +20,8 @@ OFFER = protocol.Offer('tiny', live.TOKENIZER, vocab_size=320, max_context=256, 
 
 def sentencepiece() -> Tokenizer:
   """A vocabulary of whole words with a space in front, and bytes."""
-  words = ['<unk>', '</s>', '\u2581Hello', '\u2581', 'w', '\u2581\u2581', '\u2581wide'] + [f'<0x{b:02X}>' for b in range(256)]
+  words = ['<unk>', '</s>', '\u2581Hello', '\u2581', 'w', '\u2581\u2581', '\u2581wide']
+  words += [f'<0x{b:02X}>' for b in range(256)]
   backend = Backend(models.BPE({w: i for i, w in enumerate(words)}, [], byte_fallback=True))
   backend.decoder = decoders.Sequence([
       decoders.Replace('\u2581', ' '), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(' ', 1, 0)])
@@ -28,10 +29,10 @@ def sentencepiece() -> Tokenizer:
   return Tokenizer(backend, None, 1, 1, (1,), None)
 
 
-def pieces(text: str, *, stops=(), window=1, logprobs=None, said=None, min_tokens=0):
+def pieces(text: str, *, stops=(), window=1, logprobs=None):
   """The deltas of a completion whose engine says `text`, `window` tokens a step."""
   engine = live.Scripted(text, window=window)
-  request = Request(id='x', prompt_ids=[5], max_tokens=200, stop_strings=stops, min_tokens=min_tokens,
+  request = Request(id='x', prompt_ids=[5], max_tokens=200, stop_strings=stops,
                     stop_ids=live.TOKENIZER.eos_ids, top_logp=1)
   plan = protocol.Plan((request,), is_chat=False, logprobs=logprobs)
   engine.submit(request)
@@ -47,13 +48,14 @@ class DetokenizerTest(parameterized.TestCase):
   @parameterized.parameters(True, False)
   def test_pieces_join_to_the_whole(self, skip_special):
     rng = random.Random(0)
-    for tokenizer in (live.TOKENIZER, sentencepiece()):
-      plain = [tokenizer.encode(c) for c in 'a€ü👍🏽 '] if tokenizer is live.TOKENIZER else [[2], [6], [3]]
+    words = [live.TOKENIZER.encode(c) for c in 'a€ü👍🏽 '] + [[i] for i in range(len(live.TOKENIZER))]
+    pieces = [[1], [2], [3], [4], [5], [6], [7 + 97], [7 + b for b in '€'.encode()]]
+    for tokenizer, parts in ((live.TOKENIZER, words), (sentencepiece(), pieces)):
       for _ in range(500):
-        ids = list(itertools.chain(*rng.choices(plain + [[i] for i in range(len(tokenizer))], k=rng.randint(0, 7))))
+        ids = list(itertools.chain(*rng.choices(parts, k=rng.randint(0, 7))))
         detokenizer = answer.Detokenizer(tokenizer, skip_special=skip_special)
         told = [detokenizer.add(i) for i in ids] + [detokenizer.rest()]
-        self.assertEqual(''.join(told), tokenizer.decode(ids, skip_special), ids)
+        self.assertEqual(''.join(told), tokenizer.decode(ids, skip_special), str(ids))
 
   def test_half_a_character_is_held(self):
     detokenizer = answer.Detokenizer(live.TOKENIZER, skip_special=True)
@@ -77,7 +79,7 @@ class StopTest(parameterized.TestCase):
         ('no such', ('END',), 'no such'), ('ends in EN', ('END',), 'ends in EN'), ('END', ('END',), ''),
         ('10 € each', ('€',), '10 '), ('10 €', (' \u20ac',), '10'), ('aaa', ('aa',), ''), ('a👍b', ('👍b',), 'a')):
       deltas = pieces(text, stops=stops, window=window)
-      self.assertEqual(''.join(d.text for d in deltas), said, (text, stops))
+      self.assertEqual(''.join(d.text for d in deltas), said, str((text, stops)))
       self.assertEqual(deltas[-1].finish_reason, 'stop')
       told = ''
       for delta in deltas:  # nothing that a stop string takes back is ever told
@@ -103,8 +105,8 @@ class ParsingTest(parameterized.TestCase):
 
   def test_any_body_is_a_plan_or_an_api_error(self):
     rng = random.Random(0)
-    values = [None, True, False, 0, 1, -1, 2 ** 70, 0.5, -3.5, '', 'a', 'text', [], {}, [1], ['a'], [[1]], [None], {'a': 1},
-              {'type': 'text'}, {'1': 2}, [{'role': 'user', 'content': 'hi'}], [{'role': 'tool'}], [{}], 'auto', '\x00',
+    values = [None, True, False, 0, 1, -1, 2 ** 70, 0.5, -3.5, '', 'a', 'text', [], {}, [1], ['a'], [[1]], [None],
+              {'a': 1}, {'type': 'text'}, {'1': 2}, [{'role': 'user', 'content': 'hi'}], [{'role': 'tool'}], [{}], 'auto', '\x00',
               [{'type': 'function', 'function': {'name': 'f'}}], [{'role': 'assistant', 'tool_calls': [[]]}],
               [{'role': 'assistant', 'tool_calls': [{'function': {'arguments': 5}}], 'content': [None]}],
               [{'role': 'user', 'content': [{'type': []}]}], [{'role': ['user'], 'content': 'a'}]]

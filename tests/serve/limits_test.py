@@ -1,4 +1,4 @@
-"""What a server refuses, what it does when a client leaves, when too many come, when the engine fails, and at its end."""
+"""What a server refuses, and what it does when a client leaves, too many come, the engine fails, or a signal comes."""
 
 import concurrent.futures
 import json
@@ -60,8 +60,8 @@ class RefusalsTest(Case):
       (dict(seed='a'), 'seed'), (dict(stop=['a'] * 17), 'stop'), (dict(stop=''), 'stop'), (dict(stop=[1]), 'stop'),
       (dict(stop='a' * 2000), 'stop'), (dict(logprobs=6), 'logprobs'), (dict(logprobs=True), 'logprobs'),
       (dict(echo=1), 'echo'), (dict(stream='yes'), 'stream'), (dict(stream_options={}), 'stream_options'),
-      (dict(stream=True, stream_options={'x': 1}), 'stream_options'), (dict(frequency_penalty=0.5), 'frequency_penalty'),
-      (dict(presence_penalty=-1), 'presence_penalty'), (dict(logit_bias=[1]), 'logit_bias'),
+      (dict(stream=True, stream_options={'x': 1}), 'stream_options'),
+      (dict(frequency_penalty=0.5), 'frequency_penalty'), (dict(presence_penalty=-1), 'presence_penalty'), (dict(logit_bias=[1]), 'logit_bias'),
       (dict(logit_bias={'a': 1}), 'logit_bias'), (dict(logit_bias={'320': 1}), 'logit_bias'),
       (dict(logit_bias={'1': 101}), 'logit_bias'), (dict(logit_bias={'1': True}), 'logit_bias'),
       (dict(logit_bias={str(i): 1 for i in range(2000)}), 'logit_bias'), (dict(min_tokens=17), 'min_tokens'),
@@ -98,8 +98,8 @@ class RefusalsTest(Case):
     self.check_error(self.live.post(CHAT | fields, '/v1/chat/completions'), 400, param=param)
 
   @parameterized.parameters(
-      b'', b'{', b'[]', b'null', b'5', b'"a"', b'{"model": "tiny", "prompt": "\xff"}', b'{"a": NaN}', b'{"a": Infinity}',
-      b'{"a": 1e999}', b'{"model": "tiny", "prompt": "\\ud800"}', b'[' * 100_000, b'{"a":' * 50_000,
+      b'', b'{', b'[]', b'null', b'5', b'"a"', b'{"model": "tiny", "prompt": "\xff"}', b'{"a": NaN}',
+      b'{"a": Infinity}', b'{"a": 1e999}', b'{"model": "tiny", "prompt": "\\ud800"}', b'[' * 100_000, b'{"a":' * 50_000,
       b'{"model": "tiny", "metadata": ' + b'[' * 100 + b']' * 100 + b'}', b'{"a": ' + b'9' * 5000 + b'}')
   def test_bodies(self, body):
     response = httpx.post(f'{self.live.address}/v1/completions', content=body,

@@ -82,10 +82,10 @@ class Scripted:
   Stop strings are looked for after each token, as the engine does.
   """
 
-  def __init__(self, text='', *, window=3, step_s=0.0, slots=8):
+  def __init__(self, text='', *, window=3, step_s=0.0, slots=8, context=256):
     self.text, self.window, self.step_s, self.broken = text, window, step_s, None
     self.config = CONFIG
-    self.limits = SimpleNamespace(slots=slots, max_context=256, top_logp=5, biases=2)
+    self.limits = SimpleNamespace(slots=slots, max_context=context, top_logp=5, biases=2)
     self.running, self.requests = {}, []
 
   def submit(self, request) -> int:
@@ -119,7 +119,7 @@ class Scripted:
     while not reason and len(drawn) < before + self.window:
       drawn.append(ids[len(drawn)] if len(drawn) < len(ids) else TOKENIZER.eos_id)
       text = TOKENIZER.decode(drawn, skip_special=True)
-      stop = next((s for s in request.stop_strings if s in text), '')
+      stop = min((s for s in request.stop_strings if s in text), key=text.find, default='')
       reason = 'stop' if stop or drawn[-1] in request.stop_ids else 'length' if len(drawn) == request.max_tokens else ''
     rollout = None
     if reason:

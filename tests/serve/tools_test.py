@@ -52,7 +52,7 @@ class ParserTest(parameterized.TestCase):
     for _ in range(3000):
       text = ''.join(rng.choices(pieces, k=rng.randint(0, 8)))
       cuts = sorted(rng.randint(0, len(text)) for _ in range(rng.randint(0, 9)))
-      self.assertEqual(parse(text, cuts), parse(text), (text, cuts))
+      self.assertEqual(parse(text, cuts), parse(text), str((text, cuts)))
 
   def test_text_is_not_held_back_without_need(self):
     parser = tools.Parser(frozenset({'now'}))
@@ -68,7 +68,8 @@ class PromptTest(absltest.TestCase):
         {'role': 'assistant', 'content': None, 'tool_calls': [
             {'id': '1', 'type': 'function', 'function': {'name': 'weather', 'arguments': '{"city": "Köln"}'}},
             {'id': '2', 'type': 'function', 'function': {'name': 'weather', 'arguments': '{"city": "Rome"}'}}]},
-        {'role': 'tool', 'tool_call_id': '1', 'content': 'rain'}, {'role': 'tool', 'tool_call_id': '2', 'content': 'sun'}]
+        {'role': 'tool', 'tool_call_id': '1', 'content': 'rain'},
+        {'role': 'tool', 'tool_call_id': '2', 'content': 'sun'}]
     system, user, assistant, results = tools.plain(messages, [WEATHER, NOW])
     self.assertTrue(system['content'].startswith('Be brief.\n\n'))
     self.assertIn(json.dumps(WEATHER), system['content'])
@@ -93,14 +94,14 @@ class ServedTest(absltest.TestCase):
 
   def setUp(self):
     super().setUp()
-    self.engine = live.Scripted(window=5)
+    self.engine = live.Scripted(window=5, context=2048)
     served = live.Live(self.engine)
     self.addCleanup(served.stop)
     self.client = served.client()
 
   def ask(self, **settings):
     return self.client.chat.completions.create(**(dict(
-        model=live.MODEL, messages=[{'role': 'user', 'content': 'hi'}], tools=[NOW | {}], max_tokens=120) | settings))
+        model=live.MODEL, messages=[{'role': 'user', 'content': 'hi'}], tools=[NOW], max_tokens=300) | settings))
 
   def test_streamed_and_not(self):
     now = '<tool_call>{"name": "now", "arguments": {"zone": "€"}}</tool_call>'
