@@ -17,6 +17,10 @@ class ApiError(Exception):
     super().__init__(message)
     self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
+  def again(self) -> 'ApiError':
+    """The same error to raise: an instance that is raised many times gathers the traces of all of them."""
+    return ApiError(self.status, self.message, param=self.param, code=self.code, headers=self.headers)
+
   @property
   def body(self) -> dict:
     kinds = {401: 'authentication_error', 429: 'rate_limit_error'}

@@ -13,6 +13,7 @@ import functools
 import hmac
 import json
 import pathlib
+import re
 import secrets
 import signal
 import socket
@@ -86,7 +87,7 @@ class Service:
 
   async def _health(self, unused_request) -> Response:
     if self.worker.refusal:
-      raise self.worker.refusal
+      raise self.worker.refusal.again()
     return JSONResponse({'status': 'ok'})
 
   async def _metrics(self, unused_request) -> Response:
@@ -172,7 +173,7 @@ class _Answer:
   async def _next(self) -> list:
     news = await self._news.get()
     if isinstance(news, ApiError):
-      raise news
+      raise news.again()
     return news
 
   async def _deltas(self) -> AsyncIterator[tuple[int, Delta]]:
@@ -282,10 +283,12 @@ class _Edge:
   def _refusal(self, request: Request) -> ApiError | None:
     keys = self._service.keys
     if not keys:
-      if config.is_loopback(request.url.hostname or ''):
+      host = request.headers.get('host', '')
+      name = re.sub(r':\d*$', '', host).removeprefix('[').removesuffix(']')
+      if config.is_loopback(name):
         return None
-      return ApiError(403, f'the host {request.url.hostname!r:.80} is not this machine; without API keys only requests '
-                           'to a loopback name are answered', code='forbidden')
+      return ApiError(403, f'the host {host!r:.80} is not this machine; without API keys only requests to a loopback '
+                           'name are answered', code='forbidden')
     kind, _, given = request.headers.get('authorization', '').partition(' ')
     right = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in keys]
     if request.url.path == '/health' or kind.lower() == 'bearer' and any(right):

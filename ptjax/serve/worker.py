@@ -73,7 +73,7 @@ class Worker:
     work = Work(requests, deliver, sum(request.samples for request in requests))
     with self._lock:
       if self._refusal:
-        raise self._refusal
+        raise self._refusal.again()
       if sum(other.left for other in self._live) + work.left > self._capacity:
         raise ApiError(429, f'{self._capacity} samples are in work or waiting already; try again later',
                        code='rate_limit_exceeded', headers={'Retry-After': '1'})

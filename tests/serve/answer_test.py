@@ -77,7 +77,8 @@ class StopTest(parameterized.TestCase):
     for text, stops, said in (
         ('hello END more', ('END',), 'hello '), ('a EN b END', ('END',), 'a EN b '), ('xaab', ('ab', 'aab'), 'x'),
         ('no such', ('END',), 'no such'), ('ends in EN', ('END',), 'ends in EN'), ('END', ('END',), ''),
-        ('10 € each', ('€',), '10 '), ('10 €', (' \u20ac',), '10'), ('aaa', ('aa',), ''), ('a👍b', ('👍b',), 'a')):
+        ('10 € each', ('€',), '10 '), ('10 €', (' \u20ac',), '10'),
+        ('aaa', ('aa',), ''), ('a👍b', ('👍b',), 'a')):
       deltas = pieces(text, stops=stops, window=window)
       self.assertEqual(''.join(d.text for d in deltas), said, str((text, stops)))
       self.assertEqual(deltas[-1].finish_reason, 'stop')
@@ -106,7 +107,8 @@ class ParsingTest(parameterized.TestCase):
   def test_any_body_is_a_plan_or_an_api_error(self):
     rng = random.Random(0)
     values = [None, True, False, 0, 1, -1, 2 ** 70, 0.5, -3.5, '', 'a', 'text', [], {}, [1], ['a'], [[1]], [None],
-              {'a': 1}, {'type': 'text'}, {'1': 2}, [{'role': 'user', 'content': 'hi'}], [{'role': 'tool'}], [{}], 'auto', '\x00',
+              {'a': 1}, {'type': 'text'}, {'1': 2},
+              [{'role': 'user', 'content': 'hi'}], [{'role': 'tool'}], [{}], 'auto', '\x00',
               [{'type': 'function', 'function': {'name': 'f'}}], [{'role': 'assistant', 'tool_calls': [[]]}],
               [{'role': 'assistant', 'tool_calls': [{'function': {'arguments': 5}}], 'content': [None]}],
               [{'role': 'user', 'content': [{'type': []}]}], [{'role': ['user'], 'content': 'a'}]]

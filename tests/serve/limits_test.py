@@ -61,7 +61,8 @@ class RefusalsTest(Case):
       (dict(stop='a' * 2000), 'stop'), (dict(logprobs=6), 'logprobs'), (dict(logprobs=True), 'logprobs'),
       (dict(echo=1), 'echo'), (dict(stream='yes'), 'stream'), (dict(stream_options={}), 'stream_options'),
       (dict(stream=True, stream_options={'x': 1}), 'stream_options'),
-      (dict(frequency_penalty=0.5), 'frequency_penalty'), (dict(presence_penalty=-1), 'presence_penalty'), (dict(logit_bias=[1]), 'logit_bias'),
+      (dict(frequency_penalty=0.5), 'frequency_penalty'), (dict(presence_penalty=-1), 'presence_penalty'),
+      (dict(logit_bias=[1]), 'logit_bias'),
       (dict(logit_bias={'a': 1}), 'logit_bias'), (dict(logit_bias={'320': 1}), 'logit_bias'),
       (dict(logit_bias={'1': 101}), 'logit_bias'), (dict(logit_bias={'1': True}), 'logit_bias'),
       (dict(logit_bias={str(i): 1 for i in range(2000)}), 'logit_bias'), (dict(min_tokens=17), 'min_tokens'),
@@ -125,7 +126,10 @@ class RefusalsTest(Case):
     self.check_error(httpx.post(f'{self.live.address}/v1/completions', content=pieces,
                                 headers={'Content-Type': 'application/json'}), 413, 'body_too_large')
     self.assertEqual(get('/health').json(), {'status': 'ok'})
-    self.check_error(get('/health', headers={'Host': 'rebound.example'}), 403, 'forbidden')
+    for host in ('rebound.example', 'rebound.example:80', '[', '', '127.0.0.1.example', '10.0.0.1:8000'):
+      self.check_error(get('/health', headers={'Host': host}), 403, 'forbidden')
+    for host in ('localhost', 'localhost:1', '[::1]:80', '127.0.0.1'):
+      self.assertEqual(get('/health', headers={'Host': host}).status_code, 200)
 
   def test_errors_are_those_that_the_client_knows(self):
     client = self.live.client()
