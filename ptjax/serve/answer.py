@@ -6,16 +6,16 @@ held back.
 """
 
 from collections.abc import Iterable
+import functools
 from typing import NamedTuple
 
 import numpy as np
 
 from ptjax.data.tokenizer import Tokenizer
 from ptjax.sample.engine import Event
+from ptjax.sample.stop_strings import Detokenizer
 from ptjax.serve import tools
 from ptjax.serve.protocol import Plan
-
-_UNKNOWN = '\ufffd'  # what a decoder writes for bytes that are no character, or not yet
 
 
 class Token(NamedTuple):
@@ -46,36 +46,6 @@ def join(deltas: Iterable[Delta]) -> Delta:
                tuple(t for d in deltas for t in d.tokens), deltas[-1].finish_reason if deltas else None)
 
 
-class Detokenizer:
-  """Text of ids as they come; the pieces joined are what decoding all ids at once gives."""
-
-  def __init__(self, tokenizer: Tokenizer, *, skip_special: bool):
-    self._tokenizer, self._skip = tokenizer, skip_special
-    self._ids: list[int] = []  # the latest ones: those of the last text given out, then those still held
-    self._told = 0  # of them given out
-
-  def add(self, token_id: int) -> str:
-    """Text that is certain with this id."""
-    self._ids.append(int(token_id))
-    text = self._new()
-    if not text and self._skip and self._tokenizer.decode([token_id]):
-      self._ids.pop()  # a special token: it leaves nothing in the text
-    if not text or text.endswith(_UNKNOWN):
-      return ''
-    self._ids, self._told = self._ids[self._told:], len(self._ids) - self._told
-    return text
-
-  def rest(self) -> str:
-    """Text of the ids still held, when no more come."""
-    text = self._new()
-    self._told = len(self._ids)
-    return text
-
-  def _new(self) -> str:
-    told = self._tokenizer.decode(self._ids[:self._told], self._skip)
-    return self._tokenizer.decode(self._ids, self._skip)[len(told):]
-
-
 class Choice:
   """One sample of an answer.
 
@@ -87,7 +57,7 @@ class Choice:
   def __init__(self, plan: Plan, tokenizer: Tokenizer, prompt: int):
     request = plan.requests[prompt]
     self._plan, self._tokenizer, self._stops = plan, tokenizer, request.stop_strings
-    self._detokenizer = Detokenizer(tokenizer, skip_special=True)
+    self._detokenizer = Detokenizer(functools.partial(tokenizer.decode, skip_special=True))
     self._parser = tools.Parser(plan.tools) if plan.tools else None
     self._text, self._told = '', 0  # certain as to its characters; of them given out or dropped
     self._tokens: list[Token] = []  # held back
@@ -112,7 +82,7 @@ class Choice:
     (text, hidden), self._echo = self._echo, None
     tokens, at = [], 0
     if self._waits:
-      detokenizer = Detokenizer(self._tokenizer, skip_special=False)
+      detokenizer = Detokenizer(self._tokenizer.decode)
       for t, token_id in enumerate(self._prompt_ids):
         logp = float(rollout.prompt_logp[t]) if t else None
         top = _top(rollout.prompt_top_ids, rollout.prompt_top_logp, t) if t else None

@@ -76,7 +76,7 @@ class Service:
   async def _lifespan(self, unused_app):
     self.worker.start()
     yield
-    await asyncio.to_thread(self.worker.stop, self._settings.drain_s)
+    await asyncio.to_thread(self.worker.stop, self._settings.drain_s + 5)
 
   async def shut_down(self) -> None:
     """Takes no new work; what is not done when `drain_s` have passed is ended with an error."""

@@ -271,13 +271,18 @@ def temperature(given, expect):
 def truncated_law(given, expect):
   """The sampler records the law it drew from; RL's own settings never truncate, so its ratio stays 1."""
   logits_BV = jnp.log(f32([given['probs']]))
-  law = sampling.Law(jnp.ones(1), jnp.array([int(sum(given['kept']))]), jnp.ones(1), jnp.zeros(1),
-                     jnp.zeros((1, 2), jnp.uint32), jnp.zeros(1, jnp.int32))
-  draws = (sampling.draw(logits_BV, law, jnp.array([i])) for i in range(64))
-  logp_B = next(logp_B for token_B, logp_B in draws if token_B[0] == given['token'])
+  law = sampling.Law(
+      temperature_B=jnp.ones(1), top_k_B=jnp.array([int(sum(given['kept']))]), top_p_B=jnp.ones(1),
+      min_p_B=jnp.zeros(1), seed_B2=jnp.zeros((1, 2), jnp.uint32), sample_B=jnp.zeros(1, jnp.int32),
+      bias_B=jnp.zeros(1, jnp.int32), stop_BX=jnp.full((1, 1), -1), stop_from_B=jnp.zeros(1, jnp.int32),
+      top_B=jnp.zeros(1, bool))
+  bias_YV = jnp.zeros((1, logits_BV.shape[1]))
+  draws = (sampling.draw(logits_BV, law, jnp.array([i]), bias_YV, alternatives=1) for i in range(64))
+  drawn = next(d for d in draws if d.token_B[0] == given['token'])
   trainer = packed_logp([0, given['token']], np.log([given['probs']] * 2))[0]
-  close(logp_B[0], expect['sampler_processed_logp'])
-  close([trainer, jnp.exp(trainer - logp_B[0])], [expect['trainer_logp'], expect['spurious_ratio']])
+  close(drawn.behavior_logp_B[0], expect['sampler_processed_logp'])
+  close([trainer, jnp.exp(trainer - drawn.behavior_logp_B[0])], [expect['trainer_logp'], expect['spurious_ratio']])
+  close(drawn.model_logp_B[0], expect['trainer_logp'])
 
 
 def shift(given, expect):

@@ -1,5 +1,6 @@
 """Pieces of an answer: characters, stop strings and log-probs are told when they are certain, and add up."""
 
+import functools
 import itertools
 import json
 import random
@@ -11,6 +12,7 @@ from tokenizers import decoders, models
 
 from ptjax.data.tokenizer import Tokenizer
 from ptjax.sample.requests import Request
+from ptjax.sample.stop_strings import Detokenizer
 from ptjax.serve import answer, protocol, shapes
 from ptjax.serve.errors import ApiError
 from tests.serve import live
@@ -53,12 +55,12 @@ class DetokenizerTest(parameterized.TestCase):
     for tokenizer, parts in ((live.TOKENIZER, words), (sentencepiece(), pieces)):
       for _ in range(500):
         ids = list(itertools.chain(*rng.choices(parts, k=rng.randint(0, 7))))
-        detokenizer = answer.Detokenizer(tokenizer, skip_special=skip_special)
+        detokenizer = Detokenizer(functools.partial(tokenizer.decode, skip_special=skip_special))
         told = [detokenizer.add(i) for i in ids] + [detokenizer.rest()]
         self.assertEqual(''.join(told), tokenizer.decode(ids, skip_special), str(ids))
 
   def test_half_a_character_is_held(self):
-    detokenizer = answer.Detokenizer(live.TOKENIZER, skip_special=True)
+    detokenizer = Detokenizer(live.TOKENIZER.decode)
     self.assertEqual([detokenizer.add(i) for i in live.TOKENIZER.encode('a€b')], ['a', '', '', '€', 'b'])
 
   def test_bytes_of_tokens(self):
