@@ -49,6 +49,9 @@ class Rollout:
   prompt_top_logp: np.ndarray | None = None  # [P, A] f32
   stop_string: str = ''  # that ended it
   stop_start: int = -1  # where that begins in the text of token_ids
+  steps: int = 0  # decode steps it took part in; below T where guessed tokens were accepted
+  drafted: int = 0  # tokens guessed ahead of it, and of those
+  accepted: int = 0  # drawn
   text: str = ''
 
   def __post_init__(self):

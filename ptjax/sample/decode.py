@@ -17,7 +17,7 @@ from ptjax.models.families import ModelConfig
 from ptjax.sample import paged_attention, sampling, speculative
 from ptjax.sample.page_pool import SINK
 
-Pools = tuple[paged_attention.Pool, ...]  # one per layer
+Layers = tuple[paged_attention.Pool, ...]  # of one model, a pool per layer
 
 _SCORED_AT_ONCE = 128  # prompt tokens whose logits exist at one time
 
@@ -31,6 +31,20 @@ class Params(NamedTuple):
   head_VD: jax.Array | None  # None when tied to the embedding
 
 
+class Models(NamedTuple):
+  """Weights of the model that is sampled and of the one that guesses for it."""
+
+  target: Params
+  draft: Params | None
+
+
+class Pools(NamedTuple):
+  """Keys and values; a page's number means the same tokens in every layer of both models."""
+
+  target: Layers
+  draft: Layers  # none without a draft model
+
+
 class Rows(NamedTuple):
   """B sequences in a window. A row with nothing remaining is finished or padding."""
 
@@ -39,7 +53,12 @@ class Rows(NamedTuple):
   remaining_B: jax.Array  # tokens still allowed; the pages hold that many more
   law: sampling.Law
   table_BJ: jax.Array  # pages
-  token_BS: jax.Array | None  # all tokens so far, when drafts are looked up in them
+  token_BS: jax.Array | None  # all tokens so far, when guesses are looked up in them
+
+  @property
+  def end_B(self) -> jax.Array:
+    """First position without a page."""
+    return self.position_B + self.remaining_B
 
 
 class Chunk(NamedTuple):
@@ -65,9 +84,9 @@ class Window(NamedTuple):
   top_id_BXA: jax.Array
   top_logp_BXA: jax.Array
   steps: jax.Array  # decode steps that ran
-  row_steps: jax.Array  # of those, times the rows that were live in them
-  drafted: jax.Array  # tokens guessed, and of those
-  accepted: jax.Array  # drawn
+  steps_B: jax.Array  # of those, how many row b was live in
+  drafted_B: jax.Array  # tokens guessed, and of those
+  accepted_B: jax.Array  # drawn
 
 
 class Scores(NamedTuple):
@@ -79,10 +98,10 @@ class Scores(NamedTuple):
 
 
 class Decoder:
-  """The model's structure without its weights, and the programs over it."""
+  """The model's structure without its weights, and the programs over it; `draft` is the model that guesses, if any."""
 
-  def __init__(self, config: ModelConfig, *, out_first: bool):
-    self.config = config
+  def __init__(self, config: ModelConfig, *, out_first: bool, draft: 'Decoder | None' = None):
+    self.config, self.draft = config, draft
     model = nnx.eval_shape(lambda: transformer.Transformer(config, nnx.Rngs(0)))
     block = nnx.eval_shape(lambda: transformer.Block(config, nnx.Rngs(0)))
     self._in_ranks = {}
@@ -119,19 +138,19 @@ class Decoder:
     ins = self._in_ranks[path[:-1]]
     return [*range(ins, rank), *range(ins)]
 
-  def window(self, params: Params, pools: Pools, rows: Rows, bias_YV: jax.Array, steps: jax.Array,
+  def window(self, models: Models, pools: Pools, rows: Rows, bias_YV: jax.Array, steps: jax.Array,
              least_live: jax.Array, *, width: int, drafts: int, ngram: int, alternatives: int) -> tuple[Pools, Window]:
     """Up to `steps` decode steps, ended early when fewer than `least_live` rows are live.
 
     A step feeds each row's last token and up to W = `drafts` guesses of the next ones, draws a token after each, and
-    keeps the draws up to and with the first that differs from its guess: the draws are those of a window without
-    guesses, whatever is guessed, as each depends on its own position's random numbers alone.
+    keeps the draws up to and with the first that differs from its guess. Guesses that are looked up leave the draws
+    what they are without guesses, as each depends on its own position's random numbers alone; those of a draft model
+    are kept or replaced by speculative sampling (see sampling.draw), which leaves their law what it is.
 
     Args:
       width: X, tokens that a row can draw in one window.
     """
-    C, B, Q = pools[0].page_size, rows.token_B.shape[0], 1 + drafts
-    end_B = rows.position_B + rows.remaining_B  # first position without a page
+    B, Q = rows.token_B.shape[0], 1 + drafts
     after_Q = np.arange(Q)
     law = sampling.each_of(rows.law, Q)
 
@@ -142,34 +161,70 @@ class Decoder:
     def body(carry):
       step, pools, now = carry
       live_B = now.remaining_B > 0
-      guess_BW = speculative.look_up(now.token_BS, now.position_B, drafts, ngram) if drafts else jnp.zeros((B, 0), int)
+      guess_BW, proposal, pools = self._guess(models, pools, rows, now, live_B, bias_YV, drafts, ngram)
       token_BQ = jnp.concatenate([now.token_B[:, None], jnp.maximum(guess_BW, 0)], axis=1)
       position_BQ = now.position_B[:, None] + after_Q[None]
-      held_BQ = live_B[:, None] & (position_BQ < end_B[:, None])
-      page_BQ = jnp.take_along_axis(rows.table_BJ, jnp.minimum(position_BQ // C, rows.table_BJ.shape[1] - 1), axis=1)
-      page_BQ = jnp.where(held_BQ, page_BQ, SINK)
-      length_BQ = jnp.where(live_B[:, None], jnp.minimum(position_BQ + 1, end_B[:, None]), 1)
-
-      def attend(pool, q_BQNH, k_BQKH, v_BQKH):
-        flat = lambda x: x.reshape(B * Q, *x.shape[2:])
-        pool = paged_attention.write(pool, flat(k_BQKH), flat(v_BQKH), flat(page_BQ), flat(position_BQ % C))
-        return pool, paged_attention.decode(q_BQNH, pool, rows.table_BJ, length_BQ)
-
-      hidden_BQD, pools = self._hidden(params, pools, token_BQ, position_BQ, attend)
-      logits_XV = self._logits(params, hidden_BQD).reshape(B * Q, -1)
-      drawn = sampling.draw(logits_XV, law, position_BQ.reshape(-1), bias_YV, alternatives=alternatives)
+      hidden_BQD, filled = self._feed(models.target, pools.target, rows, token_BQ, position_BQ, live_B)
+      logits_XV = self._logits(models.target, hidden_BQD).reshape(B * Q, -1)
+      drawn = sampling.draw(logits_XV, law, position_BQ.reshape(-1), bias_YV, alternatives=alternatives,
+                            proposal=proposal)
       drawn = jax.tree.map(lambda x: x.reshape(B, Q, *x.shape[1:]), drawn)
-      return step + 1, pools, _advance(now, rows, drawn, guess_BW, live_B)
+      return step + 1, pools._replace(target=filled), _advance(now, rows, drawn, guess_BW, live_B)
 
+    none_B, looks_up = jnp.zeros(B, jnp.int32), drafts and not self.draft
     state = _State(
-        rows.token_B, rows.position_B, rows.remaining_B, rows.token_BS if drafts else None,
-        Window(jnp.zeros(B, jnp.int32), jnp.zeros((B, width), jnp.int32), jnp.zeros((B, width), jnp.float32),
+        rows.token_B, rows.position_B, rows.remaining_B, rows.token_BS if looks_up else None,
+        Window(none_B, jnp.zeros((B, width), jnp.int32), jnp.zeros((B, width), jnp.float32),
                jnp.zeros((B, width), jnp.float32), jnp.zeros((B, width, alternatives), jnp.int32),
-               jnp.zeros((B, width, alternatives), jnp.float32), *(jnp.int32(0),) * 4))
+               jnp.zeros((B, width, alternatives), jnp.float32), jnp.int32(0), none_B, none_B, none_B))
     steps_run, pools, state = jax.lax.while_loop(going, body, (jnp.int32(0), pools, state))
     return pools, state.out._replace(steps=steps_run)
 
-  def _chunk(self, params: Params, pools: Pools, chunk: Chunk) -> tuple[jax.Array, Pools]:
+  def _guess(self, models: Models, pools: Pools, rows: Rows, now: '_State', live_B: jax.Array, bias_YV: jax.Array,
+             count: int, ngram: int) -> tuple[jax.Array, sampling.Proposal | None, Pools]:
+    """guess_BW of the tokens after each row's last, their laws when a draft model made them, and the pools."""
+    B = live_B.shape[0]
+    if not count:
+      return jnp.zeros((B, 0), jnp.int32), None, pools
+    if self.draft is None:
+      return speculative.look_up(now.token_BS, now.position_B, count, ngram), None, pools
+
+    def feed(filled, token_B, position_B):
+      return self.draft._feed(models.draft, filled, rows, token_B[:, None], position_B[:, None], live_B)
+
+    def guess(carry, after):
+      filled, token_B = carry
+      position_B = now.position_B + after
+      hidden_B1D, filled = feed(filled, token_B, position_B)
+      proposal = sampling.propose(self.draft._logits(models.draft, hidden_B1D)[:, 0], rows.law, position_B, bias_YV)
+      return (filled, proposal.token_B), proposal
+
+    (filled, last_B), made = jax.lax.scan(guess, (pools.draft, now.token_B), np.arange(count))
+    _, filled = feed(filled, last_B, now.position_B + count)  # its keys are needed if all guesses are kept
+    guess_BW, prob_BWV = made.token_B.T, jnp.moveaxis(made.prob_BV, 0, 1)
+    token_BQ = jnp.pad(guess_BW, ((0, 0), (0, 1)), constant_values=-1)  # nothing is proposed after the last guess
+    prob_BQV = jnp.pad(prob_BWV, ((0, 0), (0, 1), (0, 0)))
+    proposal = sampling.Proposal(token_BQ.reshape(-1), prob_BQV.reshape(B * (count + 1), -1))
+    return guess_BW, proposal, pools._replace(draft=filled)
+
+  def _feed(self, params: Params, pools: Layers, rows: Rows, token_BQ: jax.Array,
+            position_BQ: jax.Array, live_B: jax.Array) -> tuple[jax.Array, Layers]:
+    """Hidden states of Q tokens of each row after those in its pages, and the pools with their keys and values."""
+    C, (B, Q) = pools[0].page_size, token_BQ.shape
+    end_B1 = rows.end_B[:, None]
+    held_BQ = live_B[:, None] & (position_BQ < end_B1)
+    page_BQ = jnp.take_along_axis(rows.table_BJ, jnp.minimum(position_BQ // C, rows.table_BJ.shape[1] - 1), axis=1)
+    page_BQ = jnp.where(held_BQ, page_BQ, SINK)
+    length_BQ = jnp.where(live_B[:, None], jnp.minimum(position_BQ + 1, end_B1), 1)
+
+    def attend(pool, q_BQNH, k_BQKH, v_BQKH):
+      flat = lambda x: x.reshape(B * Q, *x.shape[2:])
+      pool = paged_attention.write(pool, flat(k_BQKH), flat(v_BQKH), flat(page_BQ), flat(position_BQ % C))
+      return pool, paged_attention.decode(q_BQNH, pool, rows.table_BJ, length_BQ)
+
+    return self._hidden(params, pools, token_BQ, position_BQ, attend)
+
+  def _chunk(self, params: Params, pools: Layers, chunk: Chunk) -> tuple[jax.Array, Layers]:
     """Hidden states [T, D] of the chunk's tokens, and the pools with their keys and values."""
     T = chunk.token_T.shape[0]
     mask_TS = (chunk.row_T[:, None] == chunk.row_T[None, :]) & np.tri(T, dtype=bool)
@@ -185,32 +240,41 @@ class Decoder:
     hidden_BTD, pools = self._hidden(params, pools, chunk.token_T[None], chunk.position_T[None], attend)
     return hidden_BTD[0], pools
 
-  def fill(self, params: Params, pools: Pools, chunk: Chunk) -> Pools:
-    """The pools with the keys and values of the chunk's tokens."""
-    return self._chunk(params, pools, chunk)[1]
+  def fill_draft(self, models: Models, pools: Pools, chunk: Chunk) -> Pools:
+    """The draft model's pools with the keys and values of the chunk's tokens, if there is such a model."""
+    if self.draft is None:
+      return pools
+    return pools._replace(draft=self.draft._chunk(models.draft, pools.draft, chunk)[1])
 
-  def score(self, params: Params, pools: Pools, chunk: Chunk, next_T: jax.Array, *,
+  def fill(self, models: Models, pools: Pools, chunk: Chunk) -> Pools:
+    """The pools with the keys and values of the chunk's tokens."""
+    pools = self.fill_draft(models, pools, chunk)
+    return pools._replace(target=self._chunk(models.target, pools.target, chunk)[1])
+
+  def score(self, models: Models, pools: Pools, chunk: Chunk, next_T: jax.Array, *,
             alternatives: int) -> tuple[Pools, Scores]:
     """`fill`, and what each token predicts of next_T, the token after it."""
-    hidden_TD, pools = self._chunk(params, pools, chunk)
+    pools = self.fill_draft(models, pools, chunk)
+    hidden_TD, filled = self._chunk(models.target, pools.target, chunk)
     T = next_T.shape[0]
     X = min(_SCORED_AT_ONCE, T)
     padded = lambda x: jnp.pad(x, ((0, -T % X),) + ((0, 0),) * (x.ndim - 1)).reshape(-1, X, *x.shape[1:])
 
     def some(inputs):
       hidden_XD, next_X = inputs
-      logits_XV = self._logits(params, hidden_XD[None])[0]
+      logits_XV = self._logits(models.target, hidden_XD[None])[0]
       wanted_X = jnp.ones(X, bool)
       return Scores(sampling.log_prob(logits_XV, next_X), *sampling.top(logits_XV, wanted_X, alternatives))
 
     scores = jax.lax.map(some, (padded(hidden_TD), padded(next_T)))
-    return pools, jax.tree.map(lambda x: x.reshape(x.shape[0] * X, *x.shape[2:])[:T], scores)
+    return pools._replace(target=filled), jax.tree.map(
+        lambda x: x.reshape(x.shape[0] * X, *x.shape[2:])[:T], scores)
 
   def copy(self, pools: Pools, source_X: jax.Array, target_X: jax.Array) -> Pools:
     """The pools with pages copied; unused entries name the sink twice."""
     return jax.tree.map(lambda x: x.at[target_X].set(x[source_X]), pools)
 
-  def _hidden(self, params: Params, pools: Pools, token_BT: jax.Array, position_BT: jax.Array, attend):
+  def _hidden(self, params: Params, pools: Layers, token_BT: jax.Array, position_BT: jax.Array, attend):
     x_BTD = params.embed_VD[token_BT].astype(self.config.compute_dtype)
     filled = list(pools)
     for index, state in enumerate(params.layers):
@@ -260,8 +324,8 @@ def _advance(now: _State, rows: Rows, drawn: sampling.Drawn, guess_BW: jax.Array
   out = Window(
       out.drawn_B + kept_B, put(out.token_BX, token_BQ), put(out.behavior_logp_BX, drawn.behavior_logp_B),
       put(out.model_logp_BX, drawn.model_logp_B), put(out.top_id_BXA, drawn.top_id_BA),
-      put(out.top_logp_BXA, drawn.top_logp_BA), out.steps, out.row_steps + jnp.sum(live_B),
-      out.drafted + jnp.sum(guessed_BW), out.accepted + jnp.sum(jnp.maximum(kept_B - 1, 0)))
+      put(out.top_logp_BXA, drawn.top_logp_BA), out.steps, out.steps_B + live_B,
+      out.drafted_B + jnp.sum(guessed_BW, axis=1), out.accepted_B + jnp.maximum(kept_B - 1, 0))
   return _State(
       jnp.where(live_B, last_B, now.token_B), now.position_B + kept_B,
       jnp.where(stopped_B, 0, now.remaining_B - kept_B), token_BS, out)

@@ -51,16 +51,21 @@ class Engine:
     place: where an array of a shape and axis letters goes; None keeps everything on the first device. With a mesh:
       `lambda shape, axes: devices.sharding(mesh, axes, fit=shape)`.
     decode_text: text of token ids without special tokens; only requests with stop strings need it.
+    draft_config: shape of a smaller model with the same vocabulary that guesses `draft_tokens` tokens ahead; None looks
+      guesses up in the sequence itself. With it, sampled tokens keep their law but depend on where steps begin.
   """
 
   def __init__(self, model_config: ModelConfig, limits: SamplerLimits, *, place: Place | None = None,
-               decode_text: DecodeText | None = None):
+               decode_text: DecodeText | None = None, draft_config: ModelConfig | None = None):
     if limits.max_context > model_config.max_position:
       raise ValueError(f'sampler max_context = {limits.max_context} exceeds the model\'s max_position = '
                        f'{model_config.max_position}')
+    if draft_config is not None:
+      _check_draft(model_config, draft_config, limits)
     self.config, self.limits = model_config, limits
     self._decode_text = decode_text
-    self._runner = Runner(model_config, limits, place)
+    self._runner = Runner(model_config, limits, place, draft_config)
+    self._has_draft = draft_config is not None
     self._scheduler = Scheduler(limits)
     self._drafting = _Drafting(limits.draft_tokens)
     self._paused = False
@@ -92,6 +97,20 @@ class Engine:
       self._events = self.drain()
     self._runner.load(state)
     self._scheduler.new_version(version, restart=in_flight == 'restart')
+
+  def load_draft(self, state: nnx.State) -> None:
+    """Guesses with these weights from now on; `state` may be donated or changed afterwards. Drops cached prefixes.
+
+    Raises:
+      ValueError: the engine has no draft model, or a path, shape or dtype differs from its.
+      RuntimeError: requests are in flight.
+    """
+    if not self._has_draft:
+      raise ValueError('this engine was made without draft_config')
+    if not self.idle:
+      raise RuntimeError('load_draft needs an idle engine: finish or cancel what was submitted')
+    self._runner.load_draft(state)
+    self._scheduler.cache.clear()
 
   def warm_up(self) -> None:
     """Compiles every program that any request may need; afterwards nothing compiles.
@@ -271,7 +290,7 @@ class Engine:
 
   def _check_ready(self) -> None:
     if not self._runner.ready:
-      raise RuntimeError('no weights: call load_params before sampling')
+      raise RuntimeError('no weights: call load_params (and load_draft, with a draft model) before sampling')
 
   def _taken(self) -> list[Event]:
     events, self._events = self._events, []
@@ -308,17 +327,27 @@ class Engine:
     scheduler.biases.unwritten.clear()
     sequences = list(scheduler.running)
     drafts = self._drafting.choose()
+    if drafts and self._has_draft:
+      self._catch_up(sequences)
     started = time.perf_counter()
     compiles = self._runner.compiles
     window = self._runner.window(sequences, self._least_live(len(sequences), drafts), drafts)
     drawn, bucket = int(window.drawn_B.sum()), len(window.drawn_B)
     if compiles == self._runner.compiles:
       self._drafting.learn(bucket, drafts, drawn, time.perf_counter() - started)
-    for name, value in dict(windows=1, row_steps=window.row_steps, slot_steps=int(window.steps) * bucket,
-                            tokens_drafted=window.drafted, tokens_accepted=window.accepted, tokens_drawn=drawn).items():
-      counts[name] += int(value)
+    counts.update(windows=1, row_steps=int(window.steps_B.sum()), slot_steps=int(window.steps) * bucket,
+                  tokens_drafted=int(window.drafted_B.sum()), tokens_accepted=int(window.accepted_B.sum()),
+                  tokens_drawn=drawn)
     for b, sequence in enumerate(sequences):
-      self._record(sequence, window, b)
+      self._record(sequence, window, b, drafts)
+
+  def _catch_up(self, sequences: list[Sequence]) -> None:
+    """Lets the draft model read what was drawn while it did not guess."""
+    for sequence in sequences:
+      for start in range(sequence.draft_computed, sequence.length - 1, self.limits.prefill_chunk):
+        stop = min(sequence.length - 1, start + self.limits.prefill_chunk)
+        self._runner.fill_draft([Piece(sequence, start, stop)])
+      sequence.draft_computed = sequence.length - 1
 
   def _least_live(self, rows: int, drafts: int) -> int:
     """A window ends when fewer rows live: enough to refill if others wait, or few enough for a smaller bucket."""
@@ -327,7 +356,7 @@ class Engine:
     smaller = max((bucket for bucket in self.limits.slot_buckets if bucket < rows), default=0)
     return 1 + max(smaller, rows // 2 if drafts else 0)  # rows whose guesses are right wait for the others
 
-  def _record(self, sequence: Sequence, window, b: int) -> None:
+  def _record(self, sequence: Sequence, window, b: int, drafts: int) -> None:
     """Appends what a window drew; a sequence that ended leaves with its rollout."""
     n, at, A = int(window.drawn_B[b]), sequence.drawn, sequence.request.top_logp
     ids_n = window.token_BX[b, :n]
@@ -342,7 +371,12 @@ class Engine:
     sequence.top_ids[new], sequence.top_logp[new] = window.top_id_BXA[b, :n, :A], window.top_logp_BXA[b, :n, :A]
     sequence.version[new] = self._scheduler.version
     sequence.drawn += n
+    if sequence.draft_computed == sequence.computed and drafts:
+      sequence.draft_computed = sequence.length - 1
     sequence.computed = sequence.length - 1
+    sequence.steps += int(window.steps_B[b])
+    sequence.drafted += int(window.drafted_B[b])
+    sequence.accepted += int(window.accepted_B[b])
     stopped = stop is not None or (n > 0 and int(ids_n[-1]) in sequence.request.stop_ids)
     if stopped or sequence.drawn == sequence.limit:
       self._finish(sequence, 'stop' if stopped else 'length', stop)
@@ -394,6 +428,18 @@ class _Drafting:
     self._rate[bucket, drafts] = 0.7 * known + 0.3 * rate
 
 
+def _check_draft(config: ModelConfig, draft: ModelConfig, limits: SamplerLimits) -> None:
+  rules = (
+      (draft.vocab_size == config.vocab_size, f'its vocabulary has {draft.vocab_size} tokens, the model\'s '
+       f'{config.vocab_size}'),
+      (draft.max_position >= limits.max_context, f'its max_position = {draft.max_position} is below sampler '
+       f'max_context = {limits.max_context}'),
+      (limits.draft_tokens > 0, 'sampler draft_tokens = 0: it would never guess'),
+  )
+  if problems := [problem for fine, problem in rules if not fine]:
+    raise ValueError('draft model: ' + '; '.join(problems))
+
+
 def _rollout(sequence: Sequence, finish_reason: str, stop=None) -> types.Rollout:
   request, n = sequence.request, sequence.drawn
   prompt, scores = len(request.prompt_ids), sequence.scores
@@ -408,4 +454,5 @@ def _rollout(sequence: Sequence, finish_reason: str, stop=None) -> types.Rollout
       behavior_logp=sequence.behavior_logp[:n].copy(), model_logp=sequence.model_logp[:n].copy(),
       version=sequence.version[:n].copy(), finish_reason=finish_reason, temperature=request.temperature,
       prompt_logp=scores.logp_P if scores else None, stop_string=stop.string if stop else '',
-      stop_start=stop.start if stop else -1, **alternatives)
+      stop_start=stop.start if stop else -1, steps=sequence.steps, drafted=sequence.drafted,
+      accepted=sequence.accepted, **alternatives)

@@ -26,18 +26,21 @@ Place = Callable[[tuple[int, ...], str], jax.sharding.Sharding]  # (shape, axis 
 class Runner:
   """Runs prefill chunks and decode windows of one model shape; see Engine for the arguments."""
 
-  def __init__(self, model_config: ModelConfig, limits: SamplerLimits, place: Place | None):
+  def __init__(self, model_config: ModelConfig, limits: SamplerLimits, place: Place | None,
+               draft_config: ModelConfig | None):
     here = jax.local_devices()[0]
     self.config, self.limits = model_config, limits
     self._place = place or (lambda shape, axes: jax.sharding.SingleDeviceSharding(here))
-    self._decoder = decode.Decoder(model_config, out_first=here.platform == 'cpu')
+    out_first = here.platform == 'cpu'
+    draft = decode.Decoder(draft_config, out_first=out_first) if draft_config else None
+    self._decoder = decode.Decoder(model_config, out_first=out_first, draft=draft)
     self._programs: dict[tuple, Any] = {}
-    self._params: decode.Params | None = None
-    self._pools: decode.Pools = ()
+    self._models = decode.Models(None, None)
+    self._pools: decode.Pools | None = None
 
   @property
   def ready(self) -> bool:
-    return self._params is not None
+    return self._models.target is not None and (self._decoder.draft is None or self._models.draft is not None)
 
   @property
   def compiles(self) -> int:
@@ -49,26 +52,47 @@ class Runner:
     Raises:
       ValueError: a path, shape or dtype differs from the model's.
     """
-    state = self._checked(state)
-    self._params = None  # the old copy may go before the next one is made
-    shapes = jax.eval_shape(self._decoder.layout, state)
-    layout = self._program('layout', self._decoder.layout, (), out=self._param_shardings(shapes))
-    self._params = layout(jax.device_put(state, self._spread(state)))
-    if not self._pools:
-      self._make_pools()
+    checked = _checked(state, self._decoder)
+    self._models = self._models._replace(target=None)  # the old copy may go before the next one is made
+    self._models = self._models._replace(target=self._laid_out('layout', self._decoder, checked))
+    self._make_pools()
+
+  def load_draft(self, state: nnx.State) -> None:
+    """Takes a copy of the draft model's parameters.
+
+    Raises:
+      ValueError: as `load`.
+    """
+    checked = _checked(state, self._decoder.draft)
+    self._models = self._models._replace(draft=None)
+    self._models = self._models._replace(draft=self._laid_out('draft layout', self._decoder.draft, checked))
+
+  def _laid_out(self, key: str, decoder: decode.Decoder, state: nnx.State) -> decode.Params:
+    shapes = jax.eval_shape(decoder.layout, state)
+    layout = self._program(key, decoder.layout, (), out=self._param_shardings(shapes))
+    return layout(jax.device_put(state, self._spread(state)))
 
   def _make_pools(self) -> None:
-    c, dtype = self.config, self.limits.kv_dtype or self.config.compute_dtype
+    if self._pools is not None:
+      return
+    draft = self._decoder.draft
+    makes, placed = zip(self._layers(self.config), self._layers(draft.config) if draft else (tuple, ()))
+    self._pool_shardings = decode.Pools(*placed)
+    self._pools = jax.jit(lambda: decode.Pools(*(make() for make in makes)), out_shardings=self._pool_shardings)()
+    shape = (1 + self.limits.biases, self.config.vocab_size)
+    self._bias_YV = jnp.zeros(shape, jnp.float32, device=self._everywhere)
+
+  def _layers(self, c: ModelConfig) -> tuple[Callable[[], decode.Layers], decode.Layers]:
+    """What makes a model's empty pools, and their shardings."""
+    dtype = self.limits.kv_dtype or c.compute_dtype
     shape = (self.limits.pages, c.kv_heads, self.limits.page_size, 2 * c.head_dim)
     scales = (*shape[:3], 2) if dtype in paged_attention.SCALED_DTYPES else None
     placed = paged_attention.Pool(self._place(shape, 'ZKCH'), self._place(scales, 'ZKCX') if scales else None)
-    self._pool_shardings = (placed,) * c.layers
 
     def make():
       return paged_attention.Pool(jnp.zeros(shape, dtype), jnp.zeros(scales, jnp.float32) if scales else None)
 
-    self._pools = jax.jit(lambda: tuple(make() for _ in range(c.layers)), out_shardings=self._pool_shardings)()
-    self._bias_YV = jnp.zeros((1 + self.limits.biases, c.vocab_size), jnp.float32, device=self._everywhere)
+    return lambda: tuple(make() for _ in range(c.layers)), (placed,) * c.layers
 
   def warm_up(self) -> None:
     """Compiles every program by running it on nothing but padding."""
@@ -76,6 +100,8 @@ class Runner:
     for T in limits.chunk_buckets:
       self.fill([], T)
       self.score([], T)
+      if self._decoder.draft:
+        self.fill_draft([], T)
     for B in limits.slot_buckets:
       for drafts in sorted({0, limits.draft_tokens}):
         self.window([], 0, drafts, rows=B)
@@ -86,8 +112,14 @@ class Runner:
     """Computes the pieces' keys and values; returns the tokens of the bucket that ran."""
     chunk = self._pack(pieces, tokens)
     run = self._program(('fill', len(chunk.token_T)), self._decoder.fill, (1,), out=self._pool_shardings)
-    self._pools = run(self._params, self._pools, chunk)
+    self._pools = run(self._models, self._pools, chunk)
     return len(chunk.token_T)
+
+  def fill_draft(self, pieces: list[Piece], tokens: int = 0) -> None:
+    """`fill` for the draft model alone."""
+    chunk = self._pack(pieces, tokens)
+    run = self._program(('fill_draft', len(chunk.token_T)), self._decoder.fill_draft, (1,), out=self._pool_shardings)
+    self._pools = run(self._models, self._pools, chunk)
 
   def score(self, pieces: list[Piece], tokens: int = 0) -> tuple[int, decode.Scores]:
     """`fill` with the scores of the tokens that follow the pieces' tokens, in the pieces' order."""
@@ -100,7 +132,7 @@ class Runner:
       at += n
     score = functools.partial(self._decoder.score, alternatives=self.limits.top_logp)
     run = self._program(('score', len(next_T)), score, (1,), out=(self._pool_shardings, self._everywhere))
-    self._pools, scores = run(self._params, self._pools, chunk, next_T)
+    self._pools, scores = run(self._models, self._pools, chunk, next_T)
     return len(next_T), jax.device_get(scores)
 
   def window(self, sequences: list[Sequence], least_live: int, drafts: int, rows: int = 0) -> decode.Window:
@@ -111,7 +143,7 @@ class Runner:
                                alternatives=limits.top_logp)
     run = self._program(('window', B, drafts), window, (1,), out=(self._pool_shardings, self._everywhere))
     steps = limits.window if sequences else 0
-    self._pools, drawn = run(self._params, self._pools, self._rows(sequences, B, drafts), self._bias_YV,
+    self._pools, drawn = run(self._models, self._pools, self._rows(sequences, B, drafts), self._bias_YV,
                              np.int32(steps), np.int32(least_live))
     return jax.device_get(drawn)
 
@@ -159,11 +191,12 @@ class Runner:
     limits = self.limits
     table_BJ = np.full((B, limits.pages_per_sequence), SINK, np.int32)
     stop_BX = np.full((B, limits.stop_ids), -1, np.int32)
-    token_BS = np.full((B, limits.max_context), -1, np.int32) if drafts else None
+    looks_up = drafts and not self._decoder.draft
+    token_BS = np.full((B, limits.max_context), -1, np.int32) if looks_up else None
     for b, sequence in enumerate(sequences):
       table_BJ[b, :len(sequence.pages)] = sequence.pages
       stop_BX[b, :len(sequence.request.stop_ids)] = sequence.request.stop_ids
-      if drafts:
+      if looks_up:
         token_BS[b, :sequence.length] = sequence.tokens[:sequence.length]
 
     def column(value, dtype, fill=0):
@@ -205,18 +238,19 @@ class Runner:
     return decode.Params(self._place(shapes.embed_VD.shape, 'VD'), tuple(map(self._spread, shapes.layers)),
                          self._spread(shapes.final_norm), head)
 
-  def _checked(self, state: nnx.State) -> nnx.State:
-    """The state's arrays under the model's own metadata, once their paths, shapes and dtypes are known to fit."""
-    shapes, given = dict(nnx.to_flat_state(self._decoder.state_shapes)), dict(nnx.to_flat_state(state))
 
-    def kind(variables, path):
-      return (tuple(variables[path].shape), variables[path].dtype.name) if path in variables else 'nothing'
+def _checked(state: nnx.State, decoder: decode.Decoder) -> nnx.State:
+  """The state's arrays under the model's own metadata, once their paths, shapes and dtypes are known to fit."""
+  shapes, given = dict(nnx.to_flat_state(decoder.state_shapes)), dict(nnx.to_flat_state(state))
 
-    problems = [f'{"/".join(map(str, path))}: wanted {kind(shapes, path)}, got {kind(given, path)}'
-                for path in sorted(shapes | given, key=str) if kind(shapes, path) != kind(given, path)]
-    if problems:
-      raise ValueError('parameters do not fit the sampler\'s model (merge adapters first):\n  ' + '\n  '.join(problems))
-    return nnx.from_flat_state([(path, v.replace(given[path][...])) for path, v in shapes.items()])
+  def kind(variables, path):
+    return (tuple(variables[path].shape), variables[path].dtype.name) if path in variables else 'nothing'
+
+  problems = [f'{"/".join(map(str, path))}: wanted {kind(shapes, path)}, got {kind(given, path)}'
+              for path in sorted(shapes | given, key=str) if kind(shapes, path) != kind(given, path)]
+  if problems:
+    raise ValueError('parameters do not fit the sampler\'s model (merge adapters first):\n  ' + '\n  '.join(problems))
+  return nnx.from_flat_state([(path, v.replace(given[path][...])) for path, v in shapes.items()])
 
 
 class _Compiled:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+_DRAW, _KEEP, _GUESS = range(3)  # streams of random numbers
 _BLOCK = 128  # tokens of the vocabulary that are summed before the first level of a draw
 
 
@@ -38,11 +39,23 @@ class Drawn(NamedTuple):
   top_logp_BA: jax.Array
 
 
-def draw(logits_BV: jax.Array, law: Law, position_B: jax.Array, bias_YV: jax.Array, *, alternatives: int) -> Drawn:
-  """A token per row from softmax((logits + bias) / temperature), truncated and renormalised.
+class Proposal(NamedTuple):
+  """A guess per row and the law that it was drawn from."""
+
+  token_B: jax.Array  # int32, -1 for none
+  prob_BV: jax.Array  # all 0 for none
+
+
+def draw(logits_BV: jax.Array, law: Law, position_B: jax.Array, bias_YV: jax.Array, *, alternatives: int,
+         proposal: Proposal | None = None) -> Drawn:
+  """A token per row from softmax((logits + bias) / temperature), truncated and renormalised: p.
 
   Order of truncation: top-k, then the smallest set with mass >= top-p of what is left, then p >= min_p * max(p). Beside
-  the logits, a draw depends on the row's seed, sample and position alone.
+  the logits and the proposal, a draw depends on the row's seed, sample and position alone.
+
+  A token x proposed from a law q is kept with probability min(1, p(x) / q(x)); otherwise the draw is from
+  max(p - q, 0), renormalised. What comes out has law p whatever q is (speculative sampling, arXiv 2211.17192), and is
+  never x if x was not kept. At temperature 0 the most likely token comes out, whatever is proposed.
 
   Args:
     logits_BV: f32.
@@ -51,26 +64,28 @@ def draw(logits_BV: jax.Array, law: Law, position_B: jax.Array, bias_YV: jax.Arr
     alternatives: A.
   """
   sampled_B = law.temperature_B > 0
-  banned_B = position_B + 1 < law.stop_from_B
-  altered_B = banned_B | (law.bias_B > 0)
-  given_BV = jax.lax.cond(jnp.any(altered_B), lambda x_BV: _altered(x_BV, law, banned_B, bias_YV), lambda x_BV: x_BV,
-                          logits_BV)
-  scaled_BV = given_BV / jnp.where(sampled_B, law.temperature_B, 1.0)[:, None]
-  scaled_BV -= jnp.max(scaled_BV, axis=-1, keepdims=True)
-  weight_BV = jnp.exp(scaled_BV)
-  truncated_B = sampled_B & ((law.top_k_B > 0) | (law.top_p_B < 1) | (law.min_p_B > 0))
-  kept_BV = jax.lax.cond(
-      jnp.any(truncated_B), lambda w_BV: jnp.where(truncated_B[:, None], _truncate(w_BV, law), w_BV),
-      lambda w_BV: w_BV, weight_BV)
-  uniform_B2 = jax.vmap(_uniform_pair)(law.seed_B2, law.sample_B, position_B)
-  chosen_B, total_B = _invert(kept_BV, uniform_B2)
+  given_BV, scaled_BV, kept_BV, as_model_B = _weights(logits_BV, law, position_B, bias_YV)
+  uniform_B2 = _uniform_pairs(law, position_B, _DRAW)
+  if proposal is None:
+    chosen_B, total_B = _invert(kept_BV, uniform_B2)
+  else:
+    total_B = jnp.sum(kept_BV, axis=-1)
+    chosen_B = _keep_or_replace(kept_BV / total_B[:, None], proposal, _uniform_pairs(law, position_B, _KEEP)[:, 0],
+                                uniform_B2)
   token_B = jnp.where(sampled_B, chosen_B, jnp.argmax(given_BV, axis=-1)).astype(jnp.int32)
   behavior_logp_B = at(scaled_BV, token_B) - jnp.log(total_B)
-  as_model_B = ~truncated_B & ~altered_B & ((law.temperature_B == 1) | ~sampled_B)
   model_logp_B = jax.lax.cond(jnp.all(as_model_B), lambda _: behavior_logp_B,
                               lambda x_BV: jnp.where(as_model_B, behavior_logp_B, log_prob(x_BV, token_B)), logits_BV)
   top_id_BA, top_logp_BA = top(logits_BV, law.top_B, alternatives)
   return Drawn(token_B, behavior_logp_B, model_logp_B, top_id_BA, top_logp_BA)
+
+
+def propose(logits_BV: jax.Array, law: Law, position_B: jax.Array, bias_YV: jax.Array) -> Proposal:
+  """A guess per row from a draft model's logits under the row's own law, by random numbers of its own."""
+  given_BV, _, kept_BV, _ = _weights(logits_BV, law, position_B, bias_YV)
+  chosen_B, total_B = _invert(kept_BV, _uniform_pairs(law, position_B, _GUESS))
+  token_B = jnp.where(law.temperature_B > 0, chosen_B, jnp.argmax(given_BV, axis=-1)).astype(jnp.int32)
+  return Proposal(token_B, kept_BV / total_B[:, None])
 
 
 def each_of(law: Law, count: int) -> Law:
@@ -101,6 +116,34 @@ def top(logits_BV: jax.Array, wanted_B: jax.Array, count: int) -> tuple[jax.Arra
   return jax.lax.cond(jnp.any(wanted_B), find, lambda _: nothing, logits_BV)
 
 
+def _weights(logits_BV: jax.Array, law: Law, position_B: jax.Array, bias_YV: jax.Array):
+  """Logits as altered, those over temperature with maximum 0, weights after truncation, rows that are as the model."""
+  sampled_B = law.temperature_B > 0
+  banned_B = position_B + 1 < law.stop_from_B
+  altered_B = banned_B | (law.bias_B > 0)
+  given_BV = jax.lax.cond(jnp.any(altered_B), lambda x_BV: _altered(x_BV, law, banned_B, bias_YV), lambda x_BV: x_BV,
+                          logits_BV)
+  scaled_BV = given_BV / jnp.where(sampled_B, law.temperature_B, 1.0)[:, None]
+  scaled_BV -= jnp.max(scaled_BV, axis=-1, keepdims=True)
+  weight_BV = jnp.exp(scaled_BV)
+  truncated_B = sampled_B & ((law.top_k_B > 0) | (law.top_p_B < 1) | (law.min_p_B > 0))
+  kept_BV = jax.lax.cond(
+      jnp.any(truncated_B), lambda w_BV: jnp.where(truncated_B[:, None], _truncate(w_BV, law), w_BV),
+      lambda w_BV: w_BV, weight_BV)
+  as_model_B = ~truncated_B & ~altered_B & ((law.temperature_B == 1) | ~sampled_B)
+  return given_BV, scaled_BV, kept_BV, as_model_B
+
+
+def _keep_or_replace(prob_BV: jax.Array, proposal: Proposal, keep_B: jax.Array, uniform_B2: jax.Array) -> jax.Array:
+  """The proposed token where keep * q(x) < p(x), else one from max(p - q, 0)."""
+  guess_B = jnp.maximum(proposal.token_B, 0)
+  kept_B = (proposal.token_B >= 0) & (keep_B * at(proposal.prob_BV, guess_B) < at(prob_BV, guess_B))
+  rest_BV = jnp.maximum(prob_BV - proposal.prob_BV, 0.0)
+  some_B1 = jnp.any(rest_BV > 0, axis=-1, keepdims=True)  # p = q but for rounding leaves nothing
+  chosen_B, _ = _invert(jnp.where(some_B1, rest_BV, prob_BV), uniform_B2)
+  return jnp.where(kept_B, guess_B, chosen_B)
+
+
 def _altered(logits_BV: jax.Array, law: Law, banned_B: jax.Array, bias_YV: jax.Array) -> jax.Array:
   """Logits with each row's bias, and no stop id where none may be drawn yet."""
   B, V = logits_BV.shape
@@ -109,9 +152,15 @@ def _altered(logits_BV: jax.Array, law: Law, banned_B: jax.Array, bias_YV: jax.A
   return logits_BV.at[jnp.arange(B)[:, None], stop_BX].set(-jnp.inf, mode='drop')
 
 
-def _uniform_pair(seed_2: jax.Array, sample: jax.Array, position: jax.Array) -> jax.Array:
-  key = jax.random.fold_in(jax.random.wrap_key_data(seed_2, impl='threefry2x32'), sample)
-  return jax.random.uniform(jax.random.fold_in(key, position), (2,), jnp.float32)
+def _uniform_pairs(law: Law, position_B: jax.Array, stream: int) -> jax.Array:
+  """Two numbers in [0, 1) per row; streams are independent of each other."""
+
+  def pair(seed_2, sample, position):
+    key = jax.random.fold_in(jax.random.wrap_key_data(seed_2, impl='threefry2x32'), sample)
+    key = jax.random.fold_in(key, position)
+    return jax.random.uniform(jax.random.fold_in(key, stream) if stream else key, (2,), jnp.float32)
+
+  return jax.vmap(pair)(law.seed_B2, law.sample_B, position_B)
 
 
 def _invert(weight_BV: jax.Array, uniform_B2: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -50,6 +50,10 @@ class Sequence:
   reported: int = 0  # drawn tokens that an event has told of
   pages: list[int] = dataclasses.field(default_factory=list)
   computed: int = 0  # tokens whose keys and values are in the pages
+  draft_computed: int = 0  # the same of a draft model
+  steps: int = 0  # decode steps it took part in
+  drafted: int = 0  # tokens guessed for it, and of those
+  accepted: int = 0  # drawn
   bias_row: int = 0
   held: bool = False  # in the queue until the engine has drained
   overtaken: int = 0  # by younger ones, while it waited for pages
@@ -63,7 +67,7 @@ class Sequence:
 
   def restart(self) -> None:
     """Forgets what was drawn."""
-    self.drawn = self.reported = 0
+    self.drawn = self.reported = self.steps = self.drafted = self.accepted = 0
     if self.stops is not None:
       self.stops = self.stops.again()
 
@@ -217,7 +221,8 @@ class Scheduler:
       self.biases.release(row)
       return False
     sequence.pages = pages + self.pool.take(need)
-    sequence.computed, sequence.bias_row = cached, row
+    sequence.computed = sequence.draft_computed = cached
+    sequence.bias_row = row
     self.counts['tokens_cached'] += cached
     (self.filling if cached < len(prefix) else self.running).append(sequence)
     return True
@@ -226,7 +231,7 @@ class Scheduler:
     """The chunk ran: records what is computed, and enters it in the cache."""
     for piece in pieces:
       sequence = piece.sequence
-      sequence.computed = piece.stop
+      sequence.computed = sequence.draft_computed = piece.stop
       self.counts['tokens_prefilled'] += piece.stop - piece.start
       full = piece.stop == len(sequence.prefix)
       self._enter(sequence, tail=full and sequence.request.samples > 1 and not sequence.drawn)
@@ -306,7 +311,7 @@ class Scheduler:
     for page in sequence.pages:
       self.pool.release(page)
     self.biases.release(sequence.bias_row)
-    sequence.pages, sequence.computed, sequence.bias_row = [], 0, 0
+    sequence.pages, sequence.computed, sequence.draft_computed, sequence.bias_row = [], 0, 0, 0
     for group in (self.filling, self.running):
       if sequence in group:
         group.remove(sequence)

@@ -1,22 +1,18 @@
 """Every reference vector of tests/data/rl_vectors.json against the function of ptjax that it pins."""
 
+import functools
 import json
 import pathlib
 
-from absl.testing import absltest
-from absl.testing import parameterized
+from absl.testing import absltest, parameterized
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ptjax import types
-from ptjax.data import batching
-from ptjax.data import mixture
+from ptjax.data import batching, mixture
 from ptjax.evals import suites
-from ptjax.learn import advantages
-from ptjax.learn import losses
-from ptjax.learn import off_policy
-from ptjax.learn import policy_losses
+from ptjax.learn import advantages, losses, off_policy, policy_losses
 from ptjax.sample import sampling
 
 FILE = pathlib.Path(__file__).parent.parent / 'data' / 'rl_vectors.json'
@@ -24,7 +20,6 @@ VECTORS = {v['id']: (v['input'], v['expect']) for v in json.loads(FILE.read_text
 
 # Vectors of things this package does not have, with the reason.
 ELSEWHERE = {
-    'speculative_accept': 'no speculative decoding: every token is drawn from the target law itself',
     'staleness_admission': 'no asynchronous loop: rollouts are always drawn by the policy about to be updated',
 }
 
@@ -268,14 +263,18 @@ def temperature(given, expect):
   close(packed_logp([0, given['token']], logits)[0], expect['wrong_T1'])
 
 
+def plain_law(rows, top_k=0):
+  zero_B = jnp.zeros(rows, jnp.int32)
+  return sampling.Law(
+      temperature_B=jnp.ones(rows), top_k_B=zero_B + top_k, top_p_B=jnp.ones(rows), min_p_B=jnp.zeros(rows),
+      seed_B2=jnp.zeros((rows, 2), jnp.uint32), sample_B=jnp.arange(rows), bias_B=zero_B,
+      stop_BX=jnp.full((rows, 1), -1), stop_from_B=zero_B, top_B=jnp.zeros(rows, bool))
+
+
 def truncated_law(given, expect):
   """The sampler records the law it drew from; RL's own settings never truncate, so its ratio stays 1."""
   logits_BV = jnp.log(f32([given['probs']]))
-  law = sampling.Law(
-      temperature_B=jnp.ones(1), top_k_B=jnp.array([int(sum(given['kept']))]), top_p_B=jnp.ones(1),
-      min_p_B=jnp.zeros(1), seed_B2=jnp.zeros((1, 2), jnp.uint32), sample_B=jnp.zeros(1, jnp.int32),
-      bias_B=jnp.zeros(1, jnp.int32), stop_BX=jnp.full((1, 1), -1), stop_from_B=jnp.zeros(1, jnp.int32),
-      top_B=jnp.zeros(1, bool))
+  law = plain_law(1, top_k=int(sum(given['kept'])))
   bias_YV = jnp.zeros((1, logits_BV.shape[1]))
   draws = (sampling.draw(logits_BV, law, jnp.array([i]), bias_YV, alternatives=1) for i in range(64))
   drawn = next(d for d in draws if d.token_B[0] == given['token'])
@@ -283,6 +282,22 @@ def truncated_law(given, expect):
   close(drawn.behavior_logp_B[0], expect['sampler_processed_logp'])
   close([trainer, jnp.exp(trainer - drawn.behavior_logp_B[0])], [expect['trainer_logp'], expect['spurious_ratio']])
   close(drawn.model_logp_B[0], expect['trainer_logp'])
+
+
+def speculative_accept(given, expect):
+  """Over many rows: which proposals are kept, what replaces the others, and the law of what comes out."""
+  n = 200_000
+  wide = lambda p: jnp.broadcast_to(jnp.log(f32(p)), (n, len(p)))
+  law, where = plain_law(n), (jnp.zeros(n, jnp.int32), jnp.zeros((1, len(given['target_p']))))
+  proposal = sampling.propose(wide(given['draft_q']), law, *where)
+  drawn = sampling.draw(wide(given['target_p']), law, *where, alternatives=0, proposal=proposal)
+  kept_B = np.asarray(proposal.token_B == drawn.token_B)
+  near = functools.partial(np.testing.assert_allclose, atol=0.01)
+  near([kept_B[np.asarray(proposal.token_B) == t].mean() for t in range(3)], expect['accept_prob_given_x'])
+  near(kept_B.mean(), expect['mean_accept'])
+  law_of = lambda token_B: np.bincount(token_B, minlength=3) / len(token_B)
+  near(law_of(np.asarray(drawn.token_B)[~kept_B]), expect['residual'])
+  near(law_of(np.asarray(drawn.token_B)), expect['output_law'])
 
 
 def shift(given, expect):
@@ -448,6 +463,7 @@ CHECKS = {
     'decoupled_ppo': decoupled,
     'temperature_logprob': temperature,
     'topp_logprob_bias': truncated_law,
+    'speculative_accept': speculative_accept,
     'logprob_shift': shift,
     'completion_mask_shift': completion_mask,
     'position_ids_left_pad': positions,

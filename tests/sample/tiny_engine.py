@@ -16,9 +16,13 @@ CONFIG = ModelConfig(**RANDOM_SIZES['tiny'])
 LENGTH = 64
 
 
+def random_weights(config, seed=0):
+  return nnx.state(nnx.jit(lambda: Transformer(config, nnx.Rngs(seed)))())
+
+
 @functools.cache
 def weights(seed=0):
-  return nnx.state(nnx.jit(lambda: Transformer(CONFIG, nnx.Rngs(seed)))())
+  return random_weights(CONFIG, seed)
 
 
 @functools.cache
