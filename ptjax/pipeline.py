@@ -39,7 +39,8 @@ STAGES = {'sft': supervised.sft, 'dpo': supervised.dpo, 'rl': loop.run}
 # The config fields that decide what a stage comes to, beside those of the stages before it. A change elsewhere leaves a
 # finished stage valid.
 _FIELDS = {
-    'base': ('seed', 'model.source', 'model.param_dtype', 'model.compute_dtype', 'tasks', 'eval'),
+    'base': ('seed', 'model.source', 'model.draft_source', 'model.param_dtype', 'model.compute_dtype', 'tasks', 'eval',
+             'sampler.kv_dtype', 'sampler.weight_dtype'),
     'sft': ('sft',),
     'dpo': ('dpo', 'rl.max_tokens'),
     'rl': ('rl', 'curriculum'),
@@ -117,8 +118,15 @@ def build(config, *, tasks: bool = True) -> tuple[Parts, Any]:
   mesh = devices.make_mesh(**config.mesh)
   model = load_model(config, mesh)
   place = functools.partial(_sampler_sharding, mesh) if jax.process_count() == 1 else None  # else one local device
+  draft = load_model(config, mesh, config.model.draft_source) if config.model.draft_source else None
+  if draft and draft.tokenizer.vocabulary != model.tokenizer.vocabulary:
+    raise ValueError(f'model.draft_source = {config.model.draft_source!r} has another tokenizer than model.source = '
+                     f'{config.model.source!r}; fix: a draft model of the same family, or --config.model.draft_source=')
   engine = Engine(model.config, SamplerLimits(**config.sampler), place=place,
-                  decode_text=functools.partial(model.tokenizer.decode, skip_special=True))
+                  decode_text=functools.partial(model.tokenizer.decode, skip_special=True),
+                  draft_config=draft and draft.config)
+  if draft:
+    engine.load_draft(draft.params)
   train, heldout = load_tasks(config) if tasks else ({}, [])
   verifiers = VerifierPool(min_isolation=config.sandbox.min_isolation, workers=config.sandbox.workers,
                            max_error_frac=config.verify.max_error_frac)
@@ -130,12 +138,12 @@ def _sampler_sharding(mesh, shape, axes):
   return devices.sharding(mesh, axes, fit=shape)
 
 
-def load_model(config, mesh):
-  """The model source, laid over the mesh."""
+def load_model(config, mesh, source: str = ''):
+  """The model source (or another one), laid over the mesh."""
   m = config.model
   return model_weights.load(
-      m.source, place=functools.partial(devices.put_global, mesh, fit=True), cache_dir=m.cache_dir, seed=config.seed,
-      param_dtype=m.param_dtype, compute_dtype=m.compute_dtype, remat=m.remat)
+      source or m.source, place=functools.partial(devices.put_global, mesh, fit=True), cache_dir=m.cache_dir,
+      seed=config.seed, param_dtype=m.param_dtype, compute_dtype=m.compute_dtype, remat=m.remat)
 
 
 def load_tasks(config):

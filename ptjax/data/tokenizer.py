@@ -59,6 +59,11 @@ class Tokenizer:
   def __len__(self) -> int:
     return self.backend.get_vocab_size(with_added_tokens=True)
 
+  @property
+  def vocabulary(self) -> dict[str, int]:
+    """Every token, added ones included, and its id."""
+    return self.backend.get_vocab(with_added_tokens=True)
+
   def encode(self, text: str, add_special: bool = False) -> list[int]:
     """Ids of `text`; special tokens spelled in the text are recognised.
 

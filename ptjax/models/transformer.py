@@ -73,13 +73,15 @@ class Linear(nnx.Module):
     self.compute_dtype = config.compute_dtype
     self.lora_scale = 0.0  # alpha / rank; 0 while there is no adapter
     self.out_first = False  # w is stored [out..., in...]: the sampler's layout on CPU
+    self.scaled = False  # w is stored in few bits with a scale per output beside it: the sampler's again
 
   def __call__(self, x: jax.Array) -> jax.Array:
     i, o = self.in_axes, self.out_axes
     x = x.astype(self.compute_dtype)
-    if self.out_first:
-      return out_first_product(x, self.w[...].astype(self.compute_dtype), len(i))
-    y = jnp.einsum(f'BT{i},{i}{o}->BT{o}', x, self.w[...].astype(self.compute_dtype))
+    w = self.w[...].astype(self.compute_dtype)
+    y = out_first_product(x, w, len(i)) if self.out_first else jnp.einsum(f'BT{i},{i}{o}->BT{o}', x, w)
+    if self.scaled:
+      y = (y * self.w_scale[...][None, None]).astype(self.compute_dtype)
     if self.lora_scale:
       a, b = self.lora_a[...].astype(self.compute_dtype), self.lora_b[...].astype(self.compute_dtype)
       y += self.lora_scale * low_rank_product(i, o, x, a, b)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ptjax.models import transformer
+from ptjax.models import attention, transformer
 from ptjax.models.families import ModelConfig
 from ptjax.sample import paged_attention, sampling, speculative
 from ptjax.sample.page_pool import SINK
@@ -97,46 +97,79 @@ class Scores(NamedTuple):
   top_logp_TA: jax.Array
 
 
+def quantize(w: jax.Array, in_axes: list[int], dtype: str) -> tuple[jax.Array, jax.Array]:
+  """(w / scale in `dtype`, f32 scale without the input axes): each output's weights fill the range of `dtype`."""
+  largest = paged_attention.SCALED_DTYPES[dtype]
+  scale = jnp.max(jnp.abs(w.astype(jnp.float32)), axis=tuple(in_axes), keepdims=True) / largest
+  scale = jnp.maximum(scale, 1e-20)
+  fitted = w / scale
+  return (jnp.round(fitted) if dtype == 'int8' else fitted).astype(dtype), jnp.squeeze(scale, tuple(in_axes))
+
+
 class Decoder:
   """The model's structure without its weights, and the programs over it; `draft` is the model that guesses, if any."""
 
-  def __init__(self, config: ModelConfig, *, out_first: bool, draft: 'Decoder | None' = None):
-    self.config, self.draft = config, draft
+  def __init__(self, config: ModelConfig, *, out_first: bool, weight_dtype: str = '', draft: 'Decoder | None' = None):
+    self.config, self.draft, self._weight_dtype = config, draft, weight_dtype
     model = nnx.eval_shape(lambda: transformer.Transformer(config, nnx.Rngs(0)))
     block = nnx.eval_shape(lambda: transformer.Block(config, nnx.Rngs(0)))
-    self._in_ranks = {}
+    self._linears = {}  # path -> how many input axes its matrix has, whether they come last
     for path, module in nnx.iter_modules(block):
       if isinstance(module, transformer.Linear):
         module.out_first = out_first
-        self._in_ranks[path] = len(module.in_axes) if out_first else 0
+        self._linears[path] = len(module.in_axes), out_first
+        if weight_dtype:
+          module.scaled, module.w_scale = True, nnx.Param(jnp.zeros(()), axes=module.out_axes)
     self._block_def = nnx.graphdef(block)
-    self._norm_def = nnx.graphdef(model.final_norm)
+    self._norm_def, self._model_def = nnx.graphdef(model.final_norm), nnx.graphdef(model)
     self.state_shapes = nnx.state(model)  # what `layout` takes
 
   def layout(self, state: nnx.State) -> Params:
-    """Params copied from a stacked Transformer state, matrices in the compute dtype; shares no buffer with `state`."""
+    """Params copied from a stacked Transformer state; shares no buffer with `state`.
+
+    Matrices are in the compute dtype, or those of the layers as `quantize` makes them.
+    """
     dtype = self.config.compute_dtype
 
-    def slice_of(path, variable, index):
+    def slices_of(path, variable, index):
       axes = variable.get_metadata()['axes'][1:]  # without L
       if path[-1] != 'w':
-        return variable.replace(variable[...][index], axes=axes)
-      order = self._order(path, len(axes))
-      w = jnp.transpose(variable[...][index], order).astype(dtype)
-      return variable.replace(w, axes=''.join(axes[i] for i in order))
+        return [(path, variable.replace(variable[...][index], axes=axes))]
+      ins, order = self._order(path, len(axes))
+      w, stored_axes = jnp.transpose(variable[...][index], order), ''.join(axes[i] for i in order)
+      if not self._weight_dtype:
+        return [(path, variable.replace(w.astype(dtype), axes=stored_axes))]
+      w, scale = quantize(w, [order.index(i) for i in ins], self._weight_dtype)
+      scale_axes = ''.join(axes[i] for i in range(len(axes)) if i not in ins)
+      return [(path, variable.replace(w, axes=stored_axes)),
+              ((*path[:-1], 'w_scale'), variable.replace(scale, axes=scale_axes))]
 
     def layer(index):
-      return nnx.from_flat_state([(path, slice_of(path, v, index)) for path, v in nnx.to_flat_state(state['layers'])])
+      stacked = nnx.to_flat_state(state['layers'])
+      return nnx.from_flat_state([entry for path, v in stacked for entry in slices_of(path, v, index)])
 
     embed_VD = jnp.copy(state['embed']['w'][...]).astype(dtype)
     head_VD = None if self.config.tied_head else jnp.swapaxes(state['head']['w'][...], 0, 1).astype(dtype)
     layers = tuple(layer(index) for index in range(self.config.layers))
     return Params(embed_VD, layers, jax.tree.map(jnp.copy, state['final_norm']), head_VD)
 
-  def _order(self, path: tuple, rank: int) -> list[int]:
-    """Axes of the matrix at `path` as they are laid out."""
-    ins = self._in_ranks[path[:-1]]
-    return [*range(ins, rank), *range(ins)]
+  def _order(self, path: tuple, rank: int) -> tuple[list[int], list[int]]:
+    """Input axes of the matrix at `path`, and all its axes as they are laid out."""
+    ins, out_first = self._linears[path[:-1]]
+    ins, outs = list(range(ins)), list(range(ins, rank))
+    return ins, outs + ins if out_first else ins + outs
+
+  def logp_shift(self, params: Params, state: nnx.State, token_T: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Log-prob of each token after the first under `params` minus that under `state`, nats; 0 from `tokens` on."""
+    T = token_T.shape[0]
+    position_BT, mask_BTS = np.arange(T)[None], np.tri(T, dtype=bool)[None]
+    model = nnx.merge(self._model_def, state)
+    exact_TD = model.hidden(token_T[None], position_BT, mask_BTS)[0]
+    attend = lambda pool, q, k, v: (pool, attention.masked_attention(q, k, v, mask_BTS))
+    stored_BTD, _ = self._hidden(params, (None,) * self.config.layers, token_T[None], position_BT, attend)
+    logits = model.logits(exact_TD[None])[0], self._logits(params, stored_BTD)[0]
+    exact_T, stored_T = (sampling.log_prob(logits_TV[:-1], token_T[1:]) for logits_TV in logits)
+    return jnp.where(np.arange(1, T) < tokens, stored_T - exact_T, 0.0)
 
   def window(self, models: Models, pools: Pools, rows: Rows, bias_YV: jax.Array, steps: jax.Array,
              least_live: jax.Array, *, width: int, drafts: int, ngram: int, alternatives: int) -> tuple[Pools, Window]:

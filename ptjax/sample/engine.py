@@ -10,6 +10,7 @@ from collections.abc import Callable
 import time
 from typing import NamedTuple
 
+from absl import logging
 from flax import nnx
 import numpy as np
 
@@ -68,6 +69,8 @@ class Engine:
     self._has_draft = draft_config is not None
     self._scheduler = Scheduler(limits)
     self._drafting = _Drafting(limits.draft_tokens)
+    self._latest = np.zeros(0, np.int32)  # tokens of the sample that ended last
+    self._shift: dict[str, float] = {}  # of log-probs, by weights stored in few bits
     self._paused = False
     self._tickets = 0
     self._events: list[Event] = []
@@ -96,7 +99,19 @@ class Engine:
     if in_flight == 'finish' and self._runner.ready:
       self._events = self.drain()
     self._runner.load(state)
+    if self.limits.weight_dtype:
+      self._measure_shift(state)
     self._scheduler.new_version(version, restart=in_flight == 'restart')
+
+  def _measure_shift(self, state: nnx.State) -> None:
+    """What the stored weights do to the latest rollout's log-probs, or at first to those of random tokens."""
+    tokens = self._latest
+    if len(tokens) < 2:
+      tokens = np.random.default_rng(0).integers(0, self.config.vocab_size, max(2, self.limits.prefill_chunk))
+    shift = np.abs(self._runner.logp_shift(state, tokens))
+    self._shift = dict(logp_shift_mean=float(shift.mean()), logp_shift_max=float(shift.max()))
+    logging.info('sampler: %s weights move log-probs by %.4f nats in the mean, %.4f at most, over %d tokens',
+                 self.limits.weight_dtype, *self._shift.values(), len(shift))
 
   def load_draft(self, state: nnx.State) -> None:
     """Guesses with these weights from now on; `state` may be donated or changed afterwards. Drops cached prefixes.
@@ -266,7 +281,8 @@ class Engine:
 
     occupancy: live rows / rows of the windows that ran; cache_hit_frac: prompt tokens found in the cache / all;
     chunk_padding_frac: padding in prefill chunks; accept_frac: drafted tokens that were drawn; pages_peak_frac: most
-    pages that live sequences held.
+    pages that live sequences held; with `weight_dtype`, logp_shift_mean and logp_shift_max: what that did to
+    log-probs, nats, measured at the latest `load_params`.
     """
     counts, scheduler = self._scheduler.counts, self._scheduler
     names = ('tokens_drawn', 'tokens_prefilled', 'tokens_cached', 'tokens_drafted', 'tokens_accepted', 'preemptions',
@@ -280,7 +296,7 @@ class Engine:
         chunk_padding_frac=1 - ratio('tokens_prefilled', 'chunk_tokens') if counts['chunk_tokens'] else 0.0,
         pages_peak_frac=scheduler.peak_pages / (scheduler.pool.pages - 1), pages_free=float(scheduler.pool.free),
         pages_cached=float(len(scheduler.cache)), running=float(scheduler.live), waiting=float(len(scheduler.waiting)),
-        compiles=float(self._runner.compiles))
+        compiles=float(self._runner.compiles), **self._shift)
 
   def reset_stats(self) -> None:
     self._scheduler.counts.clear()
@@ -385,6 +401,7 @@ class Engine:
 
   def _finish(self, sequence: Sequence, reason: str, stop=None) -> None:
     self._scheduler.release(sequence)
+    self._latest = sequence.tokens[:sequence.length]
     self._tell(sequence, _rollout(sequence, reason, stop))
 
   def _tell(self, sequence: Sequence, rollout: types.Rollout | None) -> None:

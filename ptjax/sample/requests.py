@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from ptjax.sample.paged_attention import KV_DTYPES
+from ptjax.sample.paged_attention import KV_DTYPES, SCALED_DTYPES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,11 +66,14 @@ class SamplerLimits:
   stop_ids: int = 8  # per request, at most
   top_logp: int = 0  # alternatives per token that a request may ask for
   biases: int = 4  # different logit biases at one time
-  draft_tokens: int = 0  # W, guessed by n-gram look-up and verified per decode step; 0 is off
+  draft_tokens: int = 0  # W, guessed and then verified per decode step; 0 is off
   ngram: int = 3  # longest run of tokens that is looked up
   kv_dtype: str = ''  # keys and values as stored: float32 | bfloat16 | int8 | float8_e4m3fn; empty: the compute dtype
+  weight_dtype: str = ''  # of the layers' matrices, with a scale per output: int8 | float8_e4m3fn; '': compute dtype
 
   def __post_init__(self):
+    if self.weight_dtype not in ('', *SCALED_DTYPES):
+      raise ValueError(f'sampler weight_dtype = {self.weight_dtype!r} is not one of {tuple(SCALED_DTYPES)}')
     if self.kv_dtype not in ('', *KV_DTYPES):
       raise ValueError(f'sampler kv_dtype = {self.kv_dtype!r} is not one of {KV_DTYPES}')
     for field in dataclasses.fields(self):

@@ -33,7 +33,7 @@ class Runner:
     self._place = place or (lambda shape, axes: jax.sharding.SingleDeviceSharding(here))
     out_first = here.platform == 'cpu'
     draft = decode.Decoder(draft_config, out_first=out_first) if draft_config else None
-    self._decoder = decode.Decoder(model_config, out_first=out_first, draft=draft)
+    self._decoder = decode.Decoder(model_config, out_first=out_first, weight_dtype=limits.weight_dtype, draft=draft)
     self._programs: dict[tuple, Any] = {}
     self._models = decode.Models(None, None)
     self._pools: decode.Pools | None = None
@@ -56,6 +56,16 @@ class Runner:
     self._models = self._models._replace(target=None)  # the old copy may go before the next one is made
     self._models = self._models._replace(target=self._laid_out('layout', self._decoder, checked))
     self._make_pools()
+
+  def logp_shift(self, state: nnx.State, token_ids: np.ndarray) -> np.ndarray:
+    """What storing the loaded weights in few bits does to the log-probs of tokens: [n - 1] differences, nats."""
+    T = max(2, self.limits.prefill_chunk)
+    tokens = token_ids[-T:]
+    run = self._program('shift', self._decoder.logp_shift, (), out=self._everywhere)
+    checked = _checked(state, self._decoder)
+    shift_T = run(self._models.target, jax.device_put(checked, self._spread(checked)),
+                  np.pad(tokens, (0, T - len(tokens))).astype(np.int32), np.int32(len(tokens)))
+    return jax.device_get(shift_T)[:len(tokens) - 1]
 
   def load_draft(self, state: nnx.State) -> None:
     """Takes a copy of the draft model's parameters.

@@ -150,6 +150,7 @@ class _Answer:
     fields = dict(id=name, created=int(time.time()), model=service.offer.model)
     self._shapes = Shapes(service.tokenizer, fields, is_chat=plan.is_chat, top=plan.logprobs)
     self._drawn, self._first, self._left = 0, None, len(self._choices)
+    self._accepted = self._rejected = 0  # guessed tokens
     self._work: Work = service.worker.submit(plan.requests, self._hear)
 
   def __enter__(self) -> '_Answer':
@@ -185,7 +186,10 @@ class _Answer:
       for prompt, event in news:
         index = prompt * self._plan.samples + event.sample
         self._drawn += len(event.token_ids)
-        self._left -= event.rollout is not None
+        if event.rollout is not None:
+          self._left -= 1
+          self._accepted += event.rollout.accepted
+          self._rejected += event.rollout.drafted - event.rollout.accepted
         yield index, self._choices[index].feed(event)
       if not self._left:
         break
@@ -197,7 +201,11 @@ class _Answer:
   @property
   def _usage(self) -> dict:
     prompt = sum(len(request.prompt_ids) for request in self._plan.requests)
-    return dict(prompt_tokens=prompt, completion_tokens=self._drawn, total_tokens=prompt + self._drawn)
+    guesses = {}
+    if self._accepted + self._rejected:
+      guesses = dict(completion_tokens_details=dict(accepted_prediction_tokens=self._accepted,
+                                                    rejected_prediction_tokens=self._rejected))
+    return dict(prompt_tokens=prompt, completion_tokens=self._drawn, total_tokens=prompt + self._drawn, **guesses)
 
   async def whole(self) -> dict:
     deltas: list[list[Delta]] = [[] for _ in self._choices]

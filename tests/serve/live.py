@@ -82,8 +82,9 @@ class Scripted:
   Stop strings are looked for after each token, as the engine does.
   """
 
-  def __init__(self, text='', *, window=3, step_s=0.0, slots=8, context=256):
+  def __init__(self, text='', *, window=3, step_s=0.0, slots=8, context=256, guesses=(0, 0)):
     self.text, self.window, self.step_s, self.broken = text, window, step_s, None
+    self.drafted, self.accepted = guesses
     self.config = CONFIG
     self.limits = SimpleNamespace(slots=slots, max_context=context, top_logp=5, biases=2)
     self.running, self.requests = {}, []
@@ -128,7 +129,8 @@ class Scripted:
       rollout = types.Rollout(
           task_id=request.id, group_id='', prompt_ids=request.prompt_ids, token_ids=np.asarray(drawn, np.int32),
           mask=np.ones(len(drawn), bool), behavior_logp=logp, version=np.zeros(len(drawn), np.int32),
-          finish_reason=reason, temperature=1.0, stop_string=stop or '')
+          finish_reason=reason, temperature=1.0, stop_string=stop or '', drafted=self.drafted,
+          accepted=self.accepted)
     new = np.asarray(drawn[before:], np.int32)
     logp = np.full(len(new), -1.0, np.float32)
     return Event(ticket, sample, before, new, logp, logp, new[:, None], logp[:, None], rollout)

@@ -93,6 +93,15 @@ class CompletionsTest(parameterized.TestCase):
         joined = [x for c in mine if c.logprobs for x in getattr(c.logprobs, field)]
         self.assertEqual(joined, getattr(choice.logprobs, field), field)
 
+  def test_guesses_are_told_in_the_usage(self):
+    started = live.Live(live.Scripted('hello', guesses=(7, 3)))
+    try:
+      answer = started.client().completions.create(model=live.MODEL, prompt='a', max_tokens=4, n=2)
+    finally:
+      started.stop()
+    details = answer.usage.completion_tokens_details
+    self.assertEqual((details.accepted_prediction_tokens, details.rejected_prediction_tokens), (6, 8))
+
   def test_stop_strings(self):
     whole = complete(max_tokens=60).choices[0].text
     stop = stop_of(whole)
