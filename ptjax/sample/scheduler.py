@@ -129,9 +129,9 @@ class _Chunk:
 class Scheduler:
   """The queue, the running sequences and their pages."""
 
-  def __init__(self, limits: SamplerLimits):
+  def __init__(self, limits: SamplerLimits, shards: int = 1):
     self.limits = limits
-    self.pool = PagePool(limits.pages)
+    self.pool = PagePool(limits.pages, shards)
     self.cache = PrefixCache(self.pool, limits.page_size)
     self.biases = BiasTable(limits.biases)
     self.waiting: collections.deque[Sequence] = collections.deque()
@@ -156,10 +156,10 @@ class Scheduler:
       ValueError: it could not finish even with the whole pool to itself.
     """
     need = self._pages_for(len(sequence.tokens) - 1)
-    if need > self.limits.pages - 1:
+    if need > self.pool.longest:
       raise ValueError(
           f'request {sequence.request.id!r} needs {need} pages of {self.limits.page_size} tokens, the pool has '
-          f'{self.limits.pages - 1}; fix: fewer max_tokens, a shorter prompt or more sampler pages')
+          f'{self.pool.longest}; fix: fewer max_tokens, a shorter prompt or more sampler pages')
     self.waiting.append(sequence)
 
   def next_chunk(self) -> list[Piece]:
@@ -215,12 +215,12 @@ class Scheduler:
     pages, cached = self.cache.match(self.version, sequence.scored)
     need = self._pages_for(len(prefix)) - len(pages)
     headroom = sum(self._growth(s) for s in self.running + self.filling)
-    if not self._room(need + headroom + self._growth(sequence) if self.live else need):
+    if not self._room(need + headroom + self._growth(sequence) if self.live else need, len(pages)):
       for page in pages:
         self.pool.release(page)
       self.biases.release(row)
       return False
-    sequence.pages = pages + self.pool.take(need)
+    sequence.pages = pages + self.pool.take(need, len(pages))
     sequence.computed = sequence.draft_computed = cached
     sequence.bias_row = row
     self.counts['tokens_cached'] += cached
@@ -279,20 +279,23 @@ class Scheduler:
     need = self._pages_for(last) - len(sequence.pages) + bool(shared)
     if need <= 0:
       return True
-    if not self._room(need):
+    first = written if shared else len(sequence.pages)  # a shared page is the last one
+    if not self._room(need, first):
       return False
-    fresh = self.pool.take(need)
+    fresh = self.pool.take(need, first)
     if shared:
       copies.append((sequence.pages[written], fresh[0]))
-      self.pool.release(sequence.pages[written])
-      sequence.pages[written] = fresh.pop(0)
+      self.pool.release(sequence.pages.pop())
     sequence.pages += fresh
     return True
 
-  def _room(self, count: int) -> bool:
-    if self.pool.free < count:
-      self.counts['evictions'] += self.cache.evict(count - self.pool.free)
-    return self.pool.free >= count
+  def _room(self, count: int, first: int) -> bool:
+    while missing := self.pool.short(count, first):
+      evicted = self.cache.evict(missing)
+      self.counts['evictions'] += evicted
+      if not evicted:
+        return False
+    return True
 
   def preempt(self, sequence: Sequence) -> None:
     """Takes the pages of a live sequence and puts it back in the queue."""

@@ -165,7 +165,7 @@ class EngineLife(RuleBasedStateMachine):
     pool, live = scheduler.pool, scheduler.running + scheduler.filling
     holders = np.bincount(sum([s.pages for s in live], []) + scheduler.cache.pages + [SINK], minlength=LIMITS.pages)
     np.testing.assert_array_equal(pool.refs_Z, holders)
-    free = sorted(pool._free)
+    free = sorted(sum(pool._free, []))
     assert free == np.flatnonzero(holders == 0).tolist()
     assert not any(s.pages for s in scheduler.waiting)
     assert sum(scheduler.biases._users.values()) == sum(s.bias_row > 0 for s in live)
