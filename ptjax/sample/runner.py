@@ -60,8 +60,8 @@ class Runner:
   def _make_pools(self) -> None:
     c, dtype = self.config, self.limits.kv_dtype or self.config.compute_dtype
     shape = (self.limits.pages, c.kv_heads, self.limits.page_size, 2 * c.head_dim)
-    scales = (*shape[:3], 2) if dtype in paged_attention.SCALED_DTYPES else None
-    placed = paged_attention.Pool(self._place(shape, 'ZKCH'), self._place(scales, 'ZKCX') if scales else None)
+    scales = (*shape[:2], 2, shape[2]) if dtype in paged_attention.SCALED_DTYPES else None
+    placed = paged_attention.Pool(self._place(shape, 'ZKCH'), self._place(scales, 'ZKXC') if scales else None)
     self._pool_shardings = (placed,) * c.layers
 
     def make():
