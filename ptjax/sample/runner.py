@@ -96,8 +96,8 @@ class Runner:
     """What makes a model's empty pools, and their shardings."""
     dtype = self.limits.kv_dtype or c.compute_dtype
     shape = (self.limits.pages, c.kv_heads, self.limits.page_size, 2 * c.head_dim)
-    scales = (*shape[:3], 2) if dtype in paged_attention.SCALED_DTYPES else None
-    placed = paged_attention.Pool(self._place(shape, 'ZKCH'), self._place(scales, 'ZKCX') if scales else None)
+    scales = (*shape[:2], 2, shape[2]) if dtype in paged_attention.SCALED_DTYPES else None
+    placed = paged_attention.Pool(self._place(shape, 'ZKCH'), self._place(scales, 'ZKXC') if scales else None)
 
     def make():
       return paged_attention.Pool(jnp.zeros(shape, dtype), jnp.zeros(scales, jnp.float32) if scales else None)
