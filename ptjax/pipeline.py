@@ -117,12 +117,12 @@ def build(config, *, tasks: bool = True) -> tuple[Parts, Any]:
   """The parts of a run and the plain state of its model source."""
   mesh = devices.make_mesh(**config.mesh)
   model = load_model(config, mesh)
-  place = functools.partial(_sampler_sharding, mesh) if jax.process_count() == 1 else None  # else one local device
   draft = load_model(config, mesh, config.model.draft_source) if config.model.draft_source else None
   if draft and draft.tokenizer.vocabulary != model.tokenizer.vocabulary:
     raise ValueError(f'model.draft_source = {config.model.draft_source!r} has another tokenizer than model.source = '
                      f'{config.model.source!r}; fix: a draft model of the same family, or --config.model.draft_source=')
-  engine = Engine(model.config, SamplerLimits(**config.sampler), place=place,
+  engine = Engine(model.config, SamplerLimits(**config.sampler),
+                  mesh=mesh if jax.process_count() == 1 else None,  # each process samples on a device of its own
                   decode_text=functools.partial(model.tokenizer.decode, skip_special=True),
                   draft_config=draft and draft.config)
   if draft:
@@ -132,10 +132,6 @@ def build(config, *, tasks: bool = True) -> tuple[Parts, Any]:
                            max_error_frac=config.verify.max_error_frac)
   parts = Parts(mesh, model.config, model.tokenizer, engine, verifiers, train, domain_weights(config, train), heldout)
   return parts, model.params
-
-
-def _sampler_sharding(mesh, shape, axes):
-  return devices.sharding(mesh, axes, fit=shape)
 
 
 def load_model(config, mesh, source: str = ''):

@@ -45,7 +45,7 @@ AXES = {
   'R': (),  # rollouts of a task
   'W': (),  # draft window
   'X': (),  # a few of something, named where it is used
-  'Z': (),  # pages in the pool
+  'Z': ('context',),  # pages in the pool
   'C': (),  # tokens per page
   'J': (),  # pages per sequence
 }

@@ -109,8 +109,10 @@ def quantize(w: jax.Array, in_axes: list[int], dtype: str) -> tuple[jax.Array, j
 class Decoder:
   """The model's structure without its weights, and the programs over it; `draft` is the model that guesses, if any."""
 
-  def __init__(self, config: ModelConfig, *, out_first: bool, weight_dtype: str = '', draft: 'Decoder | None' = None):
+  def __init__(self, config: ModelConfig, *, out_first: bool, weight_dtype: str = '',
+               mesh: jax.sharding.Mesh | None = None, draft: 'Decoder | None' = None):
     self.config, self.draft, self._weight_dtype = config, draft, weight_dtype
+    self.kv_copies = _kv_copies(config, mesh.shape['tensor']) if mesh else 1  # of each kv head in the pool
     model = nnx.eval_shape(lambda: transformer.Transformer(config, nnx.Rngs(0)))
     block = nnx.eval_shape(lambda: transformer.Block(config, nnx.Rngs(0)))
     self._linears = {}  # path -> how many input axes its matrix has, whether they come last
@@ -252,6 +254,7 @@ class Decoder:
 
     def attend(pool, q_BQNH, k_BQKH, v_BQKH):
       flat = lambda x: x.reshape(B * Q, *x.shape[2:])
+      k_BQKH, v_BQKH = self._copied(k_BQKH), self._copied(v_BQKH)
       pool = paged_attention.write(pool, flat(k_BQKH), flat(v_BQKH), flat(page_BQ), flat(position_BQ % C))
       return pool, paged_attention.decode(q_BQNH, pool, rows.table_BJ, length_BQ)
 
@@ -265,8 +268,9 @@ class Decoder:
 
     def attend(pool, q_BTNH, k_BTKH, v_BTKH):
       # Written before it is read: the other order makes XLA copy the whole pool.
-      pool = paged_attention.write(pool, k_BTKH[0], v_BTKH[0], chunk.page_T, chunk.offset_T)
-      out_TNH = paged_attention.chunk(q_BTNH[0], k_BTKH[0], v_BTKH[0], mask_TS, pool, chunk.page_J, chunk.pages,
+      k_TKH, v_TKH = self._copied(k_BTKH)[0], self._copied(v_BTKH)[0]
+      pool = paged_attention.write(pool, k_TKH, v_TKH, chunk.page_T, chunk.offset_T)
+      out_TNH = paged_attention.chunk(q_BTNH[0], k_TKH, v_TKH, mask_TS, pool, chunk.page_J, chunk.pages,
                                       live_TJ)
       return pool, out_TNH[None]
 
@@ -307,6 +311,9 @@ class Decoder:
     """The pools with pages copied; unused entries name the sink twice."""
     return jax.tree.map(lambda x: x.at[target_X].set(x[source_X]), pools)
 
+  def _copied(self, x_BTKH: jax.Array) -> jax.Array:
+    return jnp.repeat(x_BTKH, self.kv_copies, axis=2) if self.kv_copies > 1 else x_BTKH
+
   def _hidden(self, params: Params, pools: Layers, token_BT: jax.Array, position_BT: jax.Array, attend):
     x_BTD = params.embed_VD[token_BT].astype(self.config.compute_dtype)
     filled = list(pools)
@@ -322,6 +329,12 @@ class Decoder:
   def _logits(self, params: Params, hidden_BTD: jax.Array) -> jax.Array:
     head_VD = params.embed_VD if params.head_VD is None else params.head_VD
     return transformer.out_first_product(hidden_BTD, head_VD.astype(hidden_BTD.dtype), 1, jnp.float32)
+
+
+def _kv_copies(config: ModelConfig, tensor: int) -> int:
+  """How often each kv head is stored, so that every shard of `tensor` has the one that its query heads use."""
+  fewer = tensor > config.kv_heads and tensor % config.kv_heads == 0 and config.heads % tensor == 0
+  return tensor // config.kv_heads if fewer else 1
 
 
 class _State(NamedTuple):

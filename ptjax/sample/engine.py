@@ -7,17 +7,19 @@ stop strings need a function that turns ids into text. One thread owns an engine
 """
 
 from collections.abc import Callable
+import dataclasses
 import time
 from typing import NamedTuple
 
 from absl import logging
 from flax import nnx
+from jax.sharding import Mesh
 import numpy as np
 
 from ptjax import types
 from ptjax.models.families import ModelConfig
 from ptjax.sample.requests import Request, SamplerLimits
-from ptjax.sample.runner import Place, Runner
+from ptjax.sample.runner import Runner
 from ptjax.sample.scheduler import Piece, PromptScores, Scheduler, Sequence
 from ptjax.sample.stop_strings import DecodeText, StopStrings
 
@@ -49,25 +51,27 @@ class Engine:
   Args:
     model_config: the shape.
     limits: sizes that fix memory and what is compiled.
-    place: where an array of a shape and axis letters goes; None keeps everything on the first device. With a mesh:
-      `lambda shape, axes: devices.sharding(mesh, axes, fit=shape)`.
+    mesh: what weights and pages are laid over, kv heads by `tensor` (copied where those are fewer) and pages by
+      `context`; None keeps everything on the first device.
     decode_text: text of token ids without special tokens; only requests with stop strings need it.
     draft_config: shape of a smaller model with the same vocabulary that guesses `draft_tokens` tokens ahead; None looks
       guesses up in the sequence itself. With it, sampled tokens keep their law but depend on where steps begin.
   """
 
-  def __init__(self, model_config: ModelConfig, limits: SamplerLimits, *, place: Place | None = None,
+  def __init__(self, model_config: ModelConfig, limits: SamplerLimits, *, mesh: Mesh | None = None,
                decode_text: DecodeText | None = None, draft_config: ModelConfig | None = None):
     if limits.max_context > model_config.max_position:
       raise ValueError(f'sampler max_context = {limits.max_context} exceeds the model\'s max_position = '
                        f'{model_config.max_position}')
     if draft_config is not None:
       _check_draft(model_config, draft_config, limits)
+    shards = mesh.shape['context'] if mesh else 1
+    limits = dataclasses.replace(limits, pages=-(-limits.pages // shards) * shards)
     self.config, self.limits = model_config, limits
     self._decode_text = decode_text
-    self._runner = Runner(model_config, limits, place, draft_config)
+    self._runner = Runner(model_config, limits, mesh, draft_config)
     self._has_draft = draft_config is not None
-    self._scheduler = Scheduler(limits)
+    self._scheduler = Scheduler(limits, shards)
     self._drafting = _Drafting(limits.draft_tokens)
     self._latest = np.zeros(0, np.int32)  # tokens of the sample that ended last
     self._shift: dict[str, float] = {}  # of log-probs, by weights stored in few bits

@@ -15,25 +15,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from ptjax.models.families import ModelConfig
+from ptjax.runtime import devices
 from ptjax.sample import decode, paged_attention, sampling
 from ptjax.sample.page_pool import SINK
 from ptjax.sample.requests import SamplerLimits
 from ptjax.sample.scheduler import Piece, Sequence
 
-Place = Callable[[tuple[int, ...], str], jax.sharding.Sharding]  # (shape, axis letters; '' is replicated)
-
 
 class Runner:
   """Runs prefill chunks and decode windows of one model shape; see Engine for the arguments."""
 
-  def __init__(self, model_config: ModelConfig, limits: SamplerLimits, place: Place | None,
+  def __init__(self, model_config: ModelConfig, limits: SamplerLimits, mesh: jax.sharding.Mesh | None,
                draft_config: ModelConfig | None):
-    here = jax.local_devices()[0]
-    self.config, self.limits = model_config, limits
-    self._place = place or (lambda shape, axes: jax.sharding.SingleDeviceSharding(here))
+    here = mesh.devices.flat[0] if mesh else jax.local_devices()[0]
+    self.config, self.limits, self._mesh, self._here = model_config, limits, mesh, here
     out_first = here.platform == 'cpu'
-    draft = decode.Decoder(draft_config, out_first=out_first) if draft_config else None
-    self._decoder = decode.Decoder(model_config, out_first=out_first, weight_dtype=limits.weight_dtype, draft=draft)
+    draft = decode.Decoder(draft_config, out_first=out_first, mesh=mesh) if draft_config else None
+    self._decoder = decode.Decoder(model_config, out_first=out_first, weight_dtype=limits.weight_dtype, mesh=mesh,
+                                   draft=draft)
     self._programs: dict[tuple, Any] = {}
     self._models = decode.Models(None, None)
     self._pools: decode.Pools | None = None
@@ -86,16 +85,17 @@ class Runner:
     if self._pools is not None:
       return
     draft = self._decoder.draft
-    makes, placed = zip(self._layers(self.config), self._layers(draft.config) if draft else (tuple, ()))
+    makes, placed = zip(self._layers(self._decoder), self._layers(draft) if draft else (tuple, ()))
     self._pool_shardings = decode.Pools(*placed)
     self._pools = jax.jit(lambda: decode.Pools(*(make() for make in makes)), out_shardings=self._pool_shardings)()
     shape = (1 + self.limits.biases, self.config.vocab_size)
     self._bias_YV = jnp.zeros(shape, jnp.float32, device=self._everywhere)
 
-  def _layers(self, c: ModelConfig) -> tuple[Callable[[], decode.Layers], decode.Layers]:
+  def _layers(self, decoder: decode.Decoder) -> tuple[Callable[[], decode.Layers], decode.Layers]:
     """What makes a model's empty pools, and their shardings."""
+    c = decoder.config
     dtype = self.limits.kv_dtype or c.compute_dtype
-    shape = (self.limits.pages, c.kv_heads, self.limits.page_size, 2 * c.head_dim)
+    shape = (self.limits.pages, c.kv_heads * decoder.kv_copies, self.limits.page_size, 2 * c.head_dim)
     scales = (*shape[:2], 2, shape[2]) if dtype in paged_attention.SCALED_DTYPES else None
     placed = paged_attention.Pool(self._place(shape, 'ZKCH'), self._place(scales, 'ZKXC') if scales else None)
 
@@ -233,6 +233,12 @@ class Runner:
     if key not in self._programs:
       self._programs[key] = _Compiled(key, jax.jit(function, donate_argnums=donate, out_shardings=out))
     return self._programs[key]
+
+  def _place(self, shape: tuple[int, ...], axes: str) -> jax.sharding.Sharding:
+    """Where an array goes by the letters of its axes; '' is replicated."""
+    if self._mesh is None:
+      return jax.sharding.SingleDeviceSharding(self._here)
+    return devices.sharding(self._mesh, axes, fit=shape)
 
   @property
   def _everywhere(self):

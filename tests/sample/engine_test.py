@@ -284,7 +284,7 @@ class WeightsTest(absltest.TestCase):
       engine().load_params(state, 1)
 
 
-class ProgramsTest(absltest.TestCase):
+class ProgramsTest(parameterized.TestCase):
 
   def test_nothing_compiles_after_warm_up(self):
     made = engine(slots=12, draft_tokens=3)
@@ -307,10 +307,11 @@ class ProgramsTest(absltest.TestCase):
     made.load_params(weights(), 1)
     self.assertEqual(made.stats()['compiles'], compiles)
 
-  def test_eight_devices_equal_one(self):
-    mesh = devices.make_mesh(fsdp=4, tensor=2)
+  @parameterized.parameters(dict(fsdp=4, tensor=2), dict(fsdp=2, tensor=4), dict(context=4, tensor=2))
+  def test_eight_devices_equal_one(self, **axes):
+    mesh = devices.make_mesh(**axes)
     made = Engine(CONFIG, SamplerLimits(slots=8, page_size=8, max_context=LENGTH, window=6, prefill_chunk=32),
-                  place=lambda shape, axes: devices.sharding(mesh, axes, fit=shape))
+                  mesh=mesh)
     made.load_params(weights(), 0)
     requests = all_greedy(prompts(5, 3), samples=2)
     self.assertEqual(drawn(made.generate(requests)), drawn(engine().generate(requests)))
