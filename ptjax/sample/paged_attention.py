@@ -118,7 +118,7 @@ def partials(q_BQNH: jax.Array, pool: Pool, table_BJ: jax.Array, start_BQ: jax.A
   q_BKGQH = q_BQNH.reshape(B, Q, K, N // K, H).transpose(0, 2, 3, 1, 4)
   span_JC = jnp.arange(pages * C).reshape(pages, C)
   first_B, last_B = jnp.min(start_BQ, axis=1), jnp.max(stop_BQ, axis=1)
-  law = _Law(scale or 1 / math.sqrt(H), soft_cap)
+  law = Law(scale or 1 / math.sqrt(H), soft_cap)
 
   def fold(block, state):
     page_BJ = jax.lax.dynamic_slice_in_dim(table_BJ, block * pages, pages, axis=1)
@@ -166,7 +166,7 @@ def chunk(q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array, mask_TS: jax.Arr
   T, N, H = q_TNH.shape
   K, C = pool.kv_ZKCH.shape[1:3]
   q_TKGH = q_TNH.reshape(T, K, N // K, H)
-  law = _Law(scale or 1 / math.sqrt(H), soft_cap)
+  law = Law(scale or 1 / math.sqrt(H), soft_cap)
   width = max(1, _BLOCK_TOKENS // C)
   padding = -page_J.shape[0] % width
   page_J = jnp.pad(page_J, (0, padding))
@@ -204,7 +204,7 @@ def _block_pages(page_size: int, *, rows: int, width: int) -> int:
   return min(width, max(1, tokens // page_size))
 
 
-class _Law(NamedTuple):
+class Law(NamedTuple):
   """How products of queries and keys become scores."""
 
   scale: float
@@ -220,7 +220,7 @@ def _empty(lead: tuple[int, ...], value_dim: int):
   return (jnp.full(lead, NEVER, jnp.float32), jnp.zeros(lead, jnp.float32), jnp.zeros((*lead, value_dim), jnp.float32))
 
 
-def _fold(state, score, live, value, value_live, product: str, law: _Law):
+def _fold(state, score, live, value, value_live, product: str, law: Law):
   """The online-softmax state with one more block of scores (its last two axes) and values."""
   top, total, out = state
   score = jnp.where(live, law(score), NEVER)
